@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from reset.text import vocabulary_texts
+
 _ENDED = 128  # bit 7 of a table entry; the lower bits hold the next state
 _MAX_DELIMITER = 127
 
@@ -66,10 +68,8 @@ class StepDetector:
         Raises:
             ValueError: no sequence of this tokenizer's tokens can spell the delimiter.
         """
-        pieces = _token_texts(tokenizer)
-        if vocab_size is not None:
-            pieces += [""] * (vocab_size - len(pieces))
-        return cls.from_pieces(pieces, delimiter)
+        detector = cls.from_pieces(vocabulary_texts(tokenizer), delimiter)
+        return detector if vocab_size is None else detector.padded_to(vocab_size)
 
     @classmethod
     def from_pieces(cls, pieces: Sequence[str], delimiter: str = "\n\n") -> StepDetector:
@@ -89,7 +89,7 @@ class StepDetector:
         table = torch.zeros((len(pieces), states), dtype=torch.uint8)
         for token, piece in enumerate(pieces):
             if piece == "":
-                table[token] = torch.arange(states, dtype=torch.uint8)  # no text: nothing changes
+                table[token] = _no_text(states)
             elif not letters.isdisjoint(piece):
                 entries = [_walk(state, piece, delimiter, failure) for state in range(states)]
                 table[token] = torch.tensor(entries, dtype=torch.uint8)
@@ -100,6 +100,14 @@ class StepDetector:
                 "text uses, or check that the tokenizer belongs to the model"
             )
         return cls(table, delimiter)
+
+    def padded_to(self, vocab_size: int) -> StepDetector:
+        """The same automaton for at least `vocab_size` ids; the ids added carry no text."""
+        missing = vocab_size - self.vocab_size
+        if missing <= 0:
+            return self
+        rows = _no_text(self.table.shape[1]).to(self.table.device).expand(missing, -1)
+        return StepDetector(torch.cat([self.table, rows]), self.delimiter)
 
     def to(self, device: torch.device | str) -> StepDetector:
         """The same automaton with its table on `device`."""
@@ -125,6 +133,11 @@ class StepDetector:
         """
         entry = self._flat.index_select(0, token.to(torch.int64) * self.table.shape[1] + state)
         return (entry & (_ENDED - 1)).to(torch.int64), entry >= _ENDED
+
+
+def _no_text(states: int) -> Tensor:
+    """[states] uint8: table row of a token that adds no text, so that nothing changes."""
+    return torch.arange(states, dtype=torch.uint8)
 
 
 def _failure_function(delimiter: str) -> list[int]:
@@ -164,23 +177,3 @@ def _can_end(table: Tensor) -> bool:
         frontier += (new := entries - reached)
         reached |= new
     return False
-
-
-def _token_texts(tokenizer: Any) -> list[str]:
-    """Text of every token id as it appears inside an output, by the tokenizer's own decoder.
-
-    Each token is decoded behind a plain-letter token: decoders of the SentencePiece family drop a
-    leading space of the whole text, which would change a token such as " \\n".
-    """
-    size = max(tokenizer.get_vocab().values()) + 1
-    anchor = tokenizer.encode("a", add_special_tokens=False)
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None:
-        rows = [[*anchor, token] for token in range(size)]
-        texts = backend.decode_batch(rows, skip_special_tokens=False)
-        head = backend.decode(anchor, skip_special_tokens=False)
-    else:
-        options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
-        texts = [tokenizer.decode([*anchor, token], **options) for token in range(size)]
-        head = tokenizer.decode(anchor, **options)
-    return [text[len(head) :] if text.startswith(head) else text for text in texts]

@@ -1,0 +1,58 @@
+# Needs Python >= 3.10 and make; everything else is set up in .venv.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+MODEL  := .cache/smollm2-135m
+
+# The plain wheel on PyPI is the CPU build on some platforms and pulls CUDA on others; on a machine
+# without an NVIDIA GPU this exact version is what the CI uses.
+ifeq ($(shell command -v nvidia-smi 2>/dev/null),)
+TORCH ?= torch==2.13.0
+else
+TORCH ?= torch>=2.9
+endif
+
+export HF_HUB_OFFLINE ?= 1
+
+.PHONY: demo test style check wheel bench clean
+
+demo: $(MODEL)  ## quantise a small model, calibrate it, answer with ReSET; writes a trace page
+	$(BIN)/python examples/demo.py --model $(MODEL) --work .cache/demo
+
+test: $(MODEL)  ## all tests that need no GPU
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.ready  ## format, lint and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+style: $(VENV)/.ready  ## format and fix what can be fixed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+wheel: $(VENV)/.ready  ## build the wheel, install it into an empty environment, import it
+	rm -rf dist .cache/wheel-venv
+	$(BIN)/python -m build --wheel --outdir dist
+	$(PYTHON) -m venv .cache/wheel-venv
+	.cache/wheel-venv/bin/pip install --quiet "$(TORCH)"
+	.cache/wheel-venv/bin/pip install --quiet dist/*.whl
+	cd / && $(CURDIR)/.cache/wheel-venv/bin/python $(CURDIR)/tests/installed_wheel.py
+
+bench: $(MODEL)  ## the CPU figures of docs/performance.md
+	$(BIN)/python benchmarks/policy.py
+	$(BIN)/python benchmarks/quantize.py --model $(MODEL)
+	$(BIN)/python benchmarks/overhead.py --model $(MODEL)
+
+clean:
+	rm -rf $(VENV) .cache dist
+
+$(VENV)/.ready: pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet "$(TORCH)"
+	$(BIN)/pip install --quiet --editable ".[dev,plot]"
+	touch $@
+
+$(MODEL): | $(VENV)/.ready
+	$(BIN)/python examples/smollm2.py --output $(MODEL)

@@ -1,0 +1,81 @@
+"""What every benchmark shares: timing, the facts of the machine, one JSON line a measurement."""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def microseconds(call: Callable[[], Any], *, repeats: int, warmup: int = 5) -> dict[str, float]:
+    """Median, 10th and 90th percentile of `call` on the host clock; CUDA work is waited for."""
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    for _ in range(warmup):
+        call()
+    times = []
+    for _ in range(repeats):
+        wait()
+        start = time.perf_counter()
+        call()
+        wait()
+        times.append((time.perf_counter() - start) * 1e6)
+    deciles = statistics.quantiles(times, n=10)
+    return {"median_us": statistics.median(times), "p10_us": deciles[0], "p90_us": deciles[8]}
+
+
+def record(bench: str, impl: str, **figures: Any) -> None:
+    """Print one measurement and append it to results/<bench>.jsonl.
+
+    Names carry their unit (`median_us`, `gb_per_s`). Floats are kept to four significant digits.
+    """
+    rounded = {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in figures.items()}
+    line = {"bench": bench, "impl": impl, **rounded, **machine()}
+    RESULTS.mkdir(exist_ok=True)
+    with (RESULTS / f"{bench}.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+    print(f"{bench:10} {impl:24} " + "  ".join(f"{k}={v}" for k, v in rounded.items()), flush=True)
+
+
+def machine() -> dict[str, Any]:
+    """Where and with what a measurement was taken."""
+    has_gpu = torch.cuda.is_available()
+    return {
+        "gpu": torch.cuda.get_device_name() if has_gpu else None,
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        if has_gpu
+        else None,
+        "cpu": _cpu_name(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "vllm": None,
+        "git": _output("git", "rev-parse", "--short", "HEAD"),
+        "date": date.today().isoformat(),
+        "command": " ".join(["python", *sys.argv]),
+    }
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def _output(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except FileNotFoundError:
+        return None
+    return done.stdout.strip() or None

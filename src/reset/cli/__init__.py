@@ -1,0 +1,1 @@
+"""Commands. Each module holds one command; `main` is its entry point."""

@@ -1,0 +1,156 @@
+"""`reset-generate`: one prompt, streamed, with the numbers behind every token on request."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from nvfp4r.console import error_boundary, notes, output
+from reset.cli import options
+from reset.cli.options import policy_config
+from reset.trace.record import Trace
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def generate(
+    model: options.Model,
+    prompt: Annotated[str, typer.Option(help="The question; - reads it from standard input.")],
+    engine: Annotated[str, typer.Option(help="hf (transformers); vllm is not in this release.")] = (
+        "hf"
+    ),
+    t_low: options.TLow = None,
+    tau0: options.Tau0 = None,
+    t_high: options.THigh = None,
+    window: options.Window = None,
+    policy: options.Policy = "reset",
+    estimator: options.Estimator = "hybrid",
+    base_temp: options.BaseTemp = 0.6,
+    preset: options.Preset = None,
+    top_p: options.TopP = 0.95,
+    seed: options.Seed = None,
+    max_tokens: Annotated[int, typer.Option(help="Output limit, tokens.")] = 2048,
+    system: Annotated[str | None, typer.Option(help="System prompt of the chat template.")] = None,
+    chat: Annotated[bool, typer.Option(help="Wrap the prompt in the chat template.")] = True,
+    device: options.Device = "cpu",
+    dtype: options.Dtype = "auto",
+    activations: options.Activations = "checkpoint",
+    trace: Annotated[
+        Path | None, typer.Option(help="Write a page that explains every token (.html).")
+    ] = None,
+    figure: Annotated[
+        Path | None, typer.Option(help="Write the entropy chart as a picture (.png).")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the trace as JSON instead of the text.")
+    ] = False,
+    debug: options.Debug = False,
+) -> None:
+    """Answer a prompt with the step-aware temperature, streaming the text as it comes.
+
+    Needs --preset, or --t-low and --tau0: both belong to the model. The baseline is
+    --policy fixed --base-temp 0.6.
+    """
+    with error_boundary(debug):
+        _require_hf(engine)
+        config = policy_config(
+            preset=preset,
+            t_low=t_low,
+            tau0=tau0,
+            t_high=t_high,
+            window=window,
+            policy=policy,
+            estimator=estimator,
+            base_temp=base_temp,
+        )
+        for path in (trace, figure):
+            _require_folder(path)
+        question = sys.stdin.read() if prompt == "-" else prompt
+
+        # Imported late: transformers takes seconds, and the checks above need none of it.
+        from reset import engine as hf_engine
+
+        loaded = hf_engine.load_engine(model, device=device, dtype=dtype, activations=activations)
+        wrapped = hf_engine.make_prompt(loaded, question, system=system, chat=chat)
+        if not as_json:
+            notes().print(f"[dim]{config}[/dim]")
+        record = hf_engine.generate(
+            loaded,
+            [wrapped],
+            config,
+            max_new_tokens=max_tokens,
+            top_p=top_p,
+            seed=seed,
+            on_text=None if as_json else _print_piece,
+        )[0]
+        if as_json:
+            print(record.to_json())
+        else:
+            output().print("\n")
+            output().print(summary_table(record))
+        _write(record, trace, figure)
+
+
+def summary_table(record: Trace) -> Table:
+    """Tokens, steps, share at T_high, mean entropy and speed of one text."""
+    figures = record.summary()
+    share = figures["share_t_high"]
+    table = Table("tokens", "steps", "share at T_high", "mean entropy", "speed", "ended by", "seed")
+    table.add_row(
+        str(figures["tokens"]),
+        str(figures["steps"]),
+        "-" if share is None else f"{share:.0%}",
+        f"{figures['mean_entropy_nats']:.3f} nats",
+        f"{figures['tokens_per_second']:.1f} tokens/s",
+        "the model" if record.finish_reason == "stop" else "--max-tokens",
+        str(record.seed),
+    )
+    return table
+
+
+def _print_piece(piece: str) -> None:
+    print(piece, end="", flush=True)
+
+
+def _require_hf(engine: str) -> None:
+    if engine == "vllm":
+        raise ValueError(
+            "--engine vllm: the vLLM adapter is not part of this release; use --engine hf"
+        )
+    if engine != "hf":
+        raise ValueError(f"--engine is {engine!r}; the engines are hf and vllm")
+
+
+def _require_folder(path: Path | None) -> None:
+    """Fail before minutes of decoding, not after."""
+    if path is not None and not path.resolve().parent.is_dir():
+        raise ValueError(
+            f"{path}: the folder {path.resolve().parent} does not exist; make it first"
+        )
+
+
+def _write(record: Trace, trace: Path | None, figure: Path | None) -> None:
+    if trace is not None:
+        from reset.trace.page import write_page
+
+        write_page(record, trace)
+        notes().print(f"trace page: {trace}")
+    if figure is not None:
+        from reset.trace.figure import write_figure
+
+        write_figure(record, figure)
+        notes().print(f"figure: {figure}")
+
+
+def main() -> None:
+    """Entry point of `reset-generate`."""
+    app()
+
+
+if __name__ == "__main__":
+    main()
