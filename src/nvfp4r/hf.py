@@ -1,0 +1,299 @@
+"""NVFP4 checkpoints as transformers models, on a CPU or a GPU, without a quantiser package.
+
+The model is built without memory for its weights; the checkpoint then streams through it tensor by
+tensor, each going to its place once. This module knows transformers; reading files is
+checkpoint.py's business, arithmetic that of linear.py.
+
+Experts that transformers fuses into one parameter (mixture-of-experts models) are not linear layers
+and are refused. KV-cache scales are not used: the cache keeps the model's dtype.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+import transformers
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedModel,
+)
+
+from nvfp4r.checkpoint import NVFP4Checkpoint, load_checkpoint
+from nvfp4r.dialects import CONFIG_FILE, Activations
+from nvfp4r.format import NVFP4Tensor
+from nvfp4r.linear import NVFP4Linear
+
+_log = logging.getLogger(__name__)
+
+ActivationChoice = Literal["checkpoint", "none", "nvfp4"]
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_GENERATION_FILE = "generation_config.json"
+_SHOWN = 8  # names listed in one message
+
+
+def load_model(
+    path: str | Path,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | Literal["auto"] = "auto",
+    activations: ActivationChoice = "checkpoint",
+    keep_dequantized: bool = True,
+) -> PreTrainedModel:
+    """Loads an NVFP4 checkpoint of either dialect as a transformers causal language model.
+
+    With activations off, its logits are those of the ordinary model on the dequantised weights, bit
+    for bit. Save such a model with `nvfp4r.save_checkpoint`, not with `save_pretrained`.
+
+    Args:
+        path: checkpoint folder.
+        device: where the whole model goes.
+        dtype: of everything that is not quantised and of the computation; "auto" is what
+            config.json says, or else the dtype of the first floating-point parameter.
+        activations: "checkpoint" does what the checkpoint says; "none" leaves activations alone;
+            "nvfp4" emulates 4-bit ones and needs a checkpoint with input scales.
+        keep_dequantized: keep each dequantised matrix after first use (as fast as an ordinary
+            model, for 2 or 4 bytes per weight on top); otherwise dequantise in every call.
+
+    Returns:
+        The model in eval mode, parameters without gradients, tied weights tied, `NVFP4Linear` in
+        place of each quantised `torch.nn.Linear`.
+
+    Raises:
+        ValueError: an unusable checkpoint (see `load_checkpoint`), a model type that transformers
+            does not know, activations that the checkpoint has no scales for, or parameters that do
+            not fit the model; names them.
+
+    Example:
+        >>> model = load_model("Qwen3-8B-NVFP4", device="cuda")            # doctest: +SKIP
+        >>> model.generate(**tokenizer("2+2=", return_tensors="pt"))       # doctest: +SKIP
+    """
+    if dtype != "auto" and dtype not in _DTYPES:
+        raise ValueError(f"dtype is {dtype!r}, need 'auto' or one of {list(_DTYPES)}")
+    checkpoint = load_checkpoint(path)
+    resolved = _resolve_activations(checkpoint, activations)
+    if checkpoint.kv_scales:
+        _log.info(
+            "%s: holds %d KV-cache scales; they are not used, the cache keeps the model's dtype",
+            path,
+            len(checkpoint.kv_scales),
+        )
+    device = torch.device(device)
+    model = _empty_model(checkpoint, dtype)
+    ignored, missing = _match_names(model, checkpoint)
+    quantised = set(checkpoint.modules)
+    for name, tensor in checkpoint.items():
+        if name in ignored:
+            continue
+        if isinstance(tensor, NVFP4Tensor):
+            module = name.removesuffix(".weight")
+            scale = checkpoint.input_scale(module) if resolved == "nvfp4" else None
+            # The bias is still on the meta device if it has not been read yet.
+            bias = getattr(model.get_submodule(module), "bias", None)
+            layer = NVFP4Linear(
+                tensor.to(device),
+                bias,
+                input_scale=scale,
+                activations=resolved,
+                keep_dequantized=keep_dequantized,
+                name=module,
+            )
+            _set(model, module, layer)
+        else:
+            _assign(model, name, tensor, device)
+    _tie(model, missing, quantised)
+    unset = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
+    if unset:
+        raise ValueError(f"{path}: no value for {_listed(unset)}; the checkpoint is incomplete")
+    # Left are buffers that the model computes itself, such as rotary frequencies.
+    nn.Module.to(model, device)
+    generation_file = Path(path) / _GENERATION_FILE
+    if generation_file.is_file():
+        model.generation_config = GenerationConfig.from_pretrained(path)
+    return model.eval()
+
+
+def saturation(model: nn.Module) -> dict[str, int]:
+    """Clipped activation blocks of every layer that quantises its activations, by module name.
+
+    Logs a warning for each layer with any; waits for the device.
+    """
+    return {
+        name: module.check_saturation()
+        for name, module in model.named_modules()
+        if isinstance(module, NVFP4Linear) and module.activations == "nvfp4"
+    }
+
+
+def _resolve_activations(checkpoint: NVFP4Checkpoint, wanted: ActivationChoice) -> Activations:
+    if wanted not in get_args(ActivationChoice):
+        raise ValueError(
+            f"activations is {wanted!r}, need one of {', '.join(get_args(ActivationChoice))}"
+        )
+    if wanted == "checkpoint":
+        return checkpoint.activations
+    if wanted == "nvfp4" and checkpoint.activations == "none":
+        raise ValueError(
+            f"{checkpoint.path}: is W4A16, so it holds no input scales, but activations='nvfp4' "
+            "needs them; run reset-quantize --activations nvfp4 on the original model, or use "
+            "activations='none'"
+        )
+    return wanted
+
+
+def _empty_model(
+    checkpoint: NVFP4Checkpoint, dtype: torch.dtype | Literal["auto"]
+) -> PreTrainedModel:
+    """The model of config.json with its parameters on the meta device, its buffers computed."""
+    where = checkpoint.path / CONFIG_FILE
+    model_type = str(checkpoint.config.get("model_type"))
+    if model_type not in CONFIG_MAPPING:
+        raise ValueError(
+            f"{where}: model_type is {model_type!r}, which transformers {transformers.__version__} "
+            "does not know; update transformers (models that bring their own code are not "
+            "supported)"
+        )
+    config: Any = CONFIG_MAPPING[model_type].from_dict(dict(checkpoint.config))
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(
+            f"{where}: model_type is {model_type!r}, which transformers does not have as a causal "
+            "language model; need one"
+        )
+    config.name_or_path = str(checkpoint.path)
+    if any(module.endswith("lm_head") for module in checkpoint.modules):
+        config.tie_word_embeddings = False  # it is stored on its own, in fewer bits
+    if dtype == "auto":
+        dtype = config.dtype or _first_floating_dtype(checkpoint)
+    with init_empty_weights(include_buffers=False):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+
+
+def _first_floating_dtype(checkpoint: NVFP4Checkpoint) -> torch.dtype:
+    quantised = {f"{module}.weight" for module in checkpoint.modules}
+    for name in checkpoint.names():
+        tensor = None if name in quantised else checkpoint[name]
+        if isinstance(tensor, Tensor) and tensor.dtype in _DTYPES:
+            return tensor.dtype
+    raise ValueError(
+        f"{checkpoint.path / CONFIG_FILE}: no dtype, and no parameter to take it from; "
+        "pass dtype=torch.bfloat16"
+    )
+
+
+def _match_names(model: PreTrainedModel, checkpoint: NVFP4Checkpoint) -> tuple[set[str], set[str]]:
+    """Compares the checkpoint's parameters with the model's, by name and shape.
+
+    Returns:
+        ignored: stored names that this kind of model is known not to use.
+        missing: names of the model that are not stored, all of them tied to one that is.
+    """
+    where, kind = checkpoint.path, type(model).__name__
+    slots = model.state_dict()
+    stored = set(checkpoint.names())
+    patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq"]
+    unexpected = [name for name in checkpoint.names() if name not in slots]
+    ignored = {n for n in unexpected if any(re.search(pattern, n) for pattern in patterns)}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    foreign = [
+        module
+        for module in checkpoint.modules
+        if f"{module}.weight" not in ignored and not isinstance(modules.get(module), nn.Linear)
+    ]
+    if foreign:
+        raise ValueError(
+            f"{where}: {_listed(foreign)} quantised, but no torch.nn.Linear of {kind}; "
+            f"{_remedy(foreign)}"
+        )
+    surplus = [name for name in unexpected if name not in ignored]
+    if surplus:
+        raise ValueError(
+            f"{where}: {_listed(surplus)} stored, but unknown to {kind}; {_remedy(surplus)}"
+        )
+    missing = {name for name in slots if name not in stored}
+    lost = missing - _supplied_by_tying(model, missing)
+    if lost:
+        raise ValueError(
+            f"{where}: {_listed(sorted(lost))} missing, but {kind} needs it; "
+            "the checkpoint is incomplete, fetch or export it again"
+        )
+    for name in checkpoint.names():
+        got = checkpoint.info(name).shape
+        if name in slots and tuple(slots[name].shape) != got:
+            raise ValueError(
+                f"{where}: {name} has shape {list(got)}, but {kind} needs "
+                f"{list(slots[name].shape)}; {_remedy([name])}"
+            )
+    return ignored, missing
+
+
+def _supplied_by_tying(model: PreTrainedModel, missing: Collection[str]) -> set[str]:
+    """Names among `missing` that are tied to a name that is not."""
+    pairs = model.all_tied_weights_keys.items()
+    return {
+        absent
+        for target, source in pairs
+        for absent, present in ((target, source), (source, target))
+        if absent in missing and present not in missing
+    }
+
+
+def _tie(model: PreTrainedModel, missing: set[str], quantised: Collection[str]) -> None:
+    """Ties what the model ties; parameters that are stored apart and differ stay apart."""
+    for names in list(model.all_tied_weights_keys.items()):
+        if any(name.removesuffix(".weight") in quantised for name in names):
+            model.all_tied_weights_keys.pop(names[0])
+    model.tie_weights(missing_keys=missing, recompute_mapping=False)
+
+
+def _assign(model: PreTrainedModel, name: str, tensor: Tensor, device: torch.device) -> None:
+    """Puts a parameter or buffer in its place, in the dtype that the model wants for it."""
+    module_name, _, field = name.rpartition(".")
+    module = model.get_submodule(module_name)
+    slot: Tensor = getattr(module, field)
+    dtype = slot.dtype
+    if slot.is_floating_point() and _stays_float32(model, name, dtype):
+        dtype = torch.float32
+    value = tensor.to(device, dtype)
+    if isinstance(slot, nn.Parameter):
+        value = nn.Parameter(value, requires_grad=False)
+    setattr(module, field, value)
+
+
+def _stays_float32(model: PreTrainedModel, name: str, dtype: torch.dtype) -> bool:
+    """Whether transformers keeps this parameter in float32 in a 16-bit model."""
+    marks: set[str] = set()
+    if dtype in (torch.float16, torch.bfloat16):
+        marks.update(model._keep_in_fp32_modules_strict or ())
+    if dtype == torch.float16:
+        marks.update(model._keep_in_fp32_modules or ())
+    return any(re.search(mark.replace("*", ".*"), name) for mark in marks)
+
+
+def _set(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, field = name.rpartition(".")
+    setattr(model.get_submodule(parent), field, module)
+
+
+def _remedy(names: Iterable[str]) -> str:
+    if any(".experts." in name for name in names):
+        return (
+            "transformers fuses the experts of such a model into one parameter, which this loader "
+            "does not support; run the checkpoint in vLLM"
+        )
+    return f"is {CONFIG_FILE} the one that belongs to these weights?"
+
+
+def _listed(names: Iterable[str]) -> str:
+    names = list(names)
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
