@@ -25,7 +25,7 @@ from nvfp4r.console import (
 )
 from nvfp4r.dialects import CONFIG_FILE, CONFIG_KEYS, SIDE_FILE, read_json
 from nvfp4r.doctor import Diagnosis, diagnose
-from nvfp4r.naming import counted, group_pattern, layer_pattern
+from nvfp4r.naming import counted, group_pattern, layer_pattern, plural
 from nvfp4r.report import CheckpointReport, TensorReport, collapse, inspect_checkpoint
 from nvfp4r.shards import ShardedTensors
 
@@ -51,8 +51,7 @@ def inspect_command(
 ) -> None:
     """Read an NVFP4 checkpoint and list its tensors and all its problems.
 
-    Exit code: 0 without problems, 1 with problems or if it is no NVFP4 checkpoint, 2 if there is
-    no such folder.
+    Exit code: 0 without problems, 1 with problems or if it is not NVFP4, 2 if there is no folder.
     """
     with error_boundary(debug):
         if not checkpoint.is_dir():
@@ -110,7 +109,7 @@ def _print_report(report: CheckpointReport, show_all: bool) -> None:
         ("written by", report.producer or "not told"),
         (
             "quantised",
-            f"{len(report.quantised)} modules, "
+            f"{plural(len(report.quantised), 'module')}, "
             + ("none" if bits is None else f"{bits:.3f} bits per parameter"),
         ),
         (
@@ -130,7 +129,7 @@ def _print_report(report: CheckpointReport, show_all: bool) -> None:
         table.add_row(name, escape(value))
     console.print(table)
     if report.problems:
-        console.print(f"[bold red]{len(report.problems)} problems[/bold red]")
+        console.print(f"[bold red]{plural(len(report.problems), 'problem')}[/bold red]")
         for problem in report.problems:
             console.print(f"- {escape(problem)}", soft_wrap=True)
     else:
@@ -151,7 +150,7 @@ def _fused_groups(report: CheckpointReport) -> str:
 
 def _kv_cache(report: CheckpointReport) -> str:
     scales = list(report.kv_scales.values())
-    found = f"{len(scales)} scales, {_range(scales)}" if scales else "no scales"
+    found = f"{plural(len(scales), 'scale')}, {_range(scales)}" if scales else "no scales"
     return f"{report.kv_cache or 'not quantised'}, {found}"
 
 

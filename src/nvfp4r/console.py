@@ -21,6 +21,7 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.table import Column
 from rich.text import Text
 
 EXIT_PROBLEM = 1
@@ -85,14 +86,14 @@ def tensor_progress(title: str) -> Iterator[TensorProgress]:
         ...     advance("model.norm.weight", 1, 1, 4, 4)
     """
     columns = (
-        TextColumn("{task.description:<10}"),
-        BarColumn(),
-        TextColumn("{task.fields[tensors]:>13}"),
+        TextColumn("{task.description:<11}"),
+        BarColumn(bar_width=24),
+        TextColumn("{task.fields[tensors]}"),
         DownloadColumn(),
         TimeRemainingColumn(compact=True),
-        TextColumn("[dim]{task.fields[name]}"),
+        TextColumn("[dim]{task.fields[name]}", table_column=Column(ratio=1, no_wrap=True)),
     )
-    with Progress(*columns, console=notes()) as progress:
+    with Progress(*columns, console=notes(), expand=True) as progress:
         task = progress.add_task(title, total=None, tensors="", name="")
 
         def advance(name: str, done: int, total: int, bytes_done: int, bytes_total: int) -> None:
@@ -100,7 +101,7 @@ def tensor_progress(title: str) -> Iterator[TensorProgress]:
                 task,
                 completed=bytes_done,
                 total=bytes_total,
-                tensors=f"{done}/{total} tensors",
+                tensors=f"{done:>{len(str(total))}}/{total} tensors",
                 name="" if done == total else name,
             )
 
@@ -111,8 +112,8 @@ def tensor_progress(title: str) -> Iterator[TensorProgress]:
 def count_progress(title: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
     """A progress bar over `total` things called `unit`; call it with how many are done."""
     columns = (
-        TextColumn("{task.description:<10}"),
-        BarColumn(),
+        TextColumn("{task.description:<11}"),
+        BarColumn(bar_width=24),
         MofNCompleteColumn(),
         TextColumn(unit),
         TimeElapsedColumn(),

@@ -1,8 +1,8 @@
 """Quantises a checkpoint folder, tensor by tensor.
 
 `weight_maxima` reads every weight once, for the scales and to find NaN; `convert` reads them again,
-quantises them, and hands them to the writer. One tensor of the source is in memory at a time,
-besides the output shard that the writer collects.
+quantises them, and hands them to the writer. A few tensors of the source are in memory at a time,
+one for each thread, besides the output shard that the writer collects.
 
 This module runs no model: activation maxima come from calibration.py. It does not know what is
 worth quantising (selection.py), how files name scales (dialects.py) or how output appears on disk
@@ -12,8 +12,12 @@ worth quantising (selection.py), how files name scales (dialects.py) or how outp
 from __future__ import annotations
 
 import math
+import os
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -24,13 +28,18 @@ from nvfp4r.format import NVFP4Tensor
 from nvfp4r.quantize import global_scale_from_amax, quantize
 from nvfp4r.selection import FLOATS, ConversionPlan, module_of, plan_conversion
 from nvfp4r.shards import TensorInfo
+from nvfp4r.threads import one_thread_per_operation
 from nvfp4r.writer import SaveReport, save_checkpoint
 
 Progress = Callable[[str, int, int, int, int], None]
 """Called after each tensor with its name, tensors done and in all, source bytes done and in all."""
 
+Result = TypeVar("Result")
+
 METHODS = ("rtn",)
 """Ways to choose codes; "rtn" is round to nearest."""
+
+_MAX_THREADS = 4  # each holds a tensor of the source
 
 
 def weight_maxima(
@@ -47,10 +56,10 @@ def weight_maxima(
         ValueError: a tensor holds NaN or infinite values (how many, where the first one is), or a
             file is damaged.
     """
-    maxima: dict[str, float] = {}
-    for info, tensor in _stream(plan, progress):
+
+    def amax(info: TensorInfo, tensor: Tensor) -> float:
         if info.dtype not in FLOATS or tensor.numel() == 0:
-            continue
+            return 0.0
         low, high = torch.stack(torch.aminmax(tensor.to(device))).tolist()
         if not (math.isfinite(low) and math.isfinite(high)):
             bad = torch.nonzero(~torch.isfinite(tensor))
@@ -59,9 +68,11 @@ def weight_maxima(
                 f"{tensor.numel()}, the first at {bad[0].tolist()}, need finite ones; "
                 "check the source, or fetch it again"
             )
-        if module_of(info.name) in plan.quantised:
-            maxima[module_of(info.name)] = max(-low, high)
-    return _share(maxima, plan.groups)
+        return max(-low, high)
+
+    with one_thread_per_operation():
+        found = {module_of(name): x for name, x in _stream(plan, amax, device, progress)}
+    return _share({name: found[name] for name in plan.quantised}, plan.groups)
 
 
 def _share(maxima: dict[str, float], groups: Sequence[tuple[str, ...]]) -> dict[str, float]:
@@ -69,15 +80,39 @@ def _share(maxima: dict[str, float], groups: Sequence[tuple[str, ...]]) -> dict[
     return {**maxima, **shared}
 
 
-def _stream(plan: ConversionPlan, progress: Progress | None) -> Iterator[tuple[TensorInfo, Tensor]]:
-    done = 0
-    for count, info in enumerate(plan.tensors.infos.values(), start=1):
-        yield info, plan.tensors.get(info.name)
-        # Pages of an open file stay in memory, so that a file left open costs a whole shard.
-        plan.tensors.close()
-        done += info.nbytes
+def _stream(
+    plan: ConversionPlan,
+    work: Callable[[TensorInfo, Tensor], Result],
+    device: torch.device | str,
+    progress: Progress | None,
+) -> Iterator[tuple[str, Result]]:
+    """Reads every tensor of the source in order and yields its name and what `work` makes of it.
+
+    Tensors are worked on side by side, in one thread each.
+    """
+    threads = min(_MAX_THREADS, os.cpu_count() or 1) if torch.device(device).type == "cpu" else 1
+    infos = plan.tensors.infos.values()
+    pending: deque[tuple[TensorInfo, Future[Result]]] = deque()
+    count = bytes_done = 0
+
+    def oldest() -> tuple[str, Result]:
+        nonlocal count, bytes_done
+        info, future = pending.popleft()
+        result = future.result()
+        count, bytes_done = count + 1, bytes_done + info.nbytes
         if progress is not None:
-            progress(info.name, count, len(plan.tensors.infos), done, plan.source_bytes)
+            progress(info.name, count, len(infos), bytes_done, plan.source_bytes)
+        return info.name, result
+
+    with ThreadPoolExecutor(threads) as pool:
+        for info in infos:
+            pending.append((info, pool.submit(work, info, plan.tensors.get(info.name))))
+            # Pages of an open file stay in memory, so that a file left open costs a whole shard.
+            plan.tensors.close()
+            if len(pending) > threads:
+                yield oldest()
+        while pending:
+            yield oldest()
 
 
 def convert(
@@ -104,29 +139,27 @@ def convert(
     input_scales = _input_scales(plan, activations, input_amax, headroom)
     scales = {name: global_scale_from_amax(amax, name) for name, amax in maxima.items()}
 
-    def tensors() -> Iterator[tuple[str, Tensor | NVFP4Tensor]]:
-        for info, tensor in _stream(plan, progress):
-            module = module_of(info.name)
-            if module in plan.quantised:
-                codes = quantize(tensor.to(device), global_scale=scales[module], name=module)
-                yield info.name, codes.to("cpu")
-            else:
-                yield info.name, tensor
+    def quantised(info: TensorInfo, tensor: Tensor) -> Tensor | NVFP4Tensor:
+        module = module_of(info.name)
+        if module not in plan.quantised:
+            return tensor
+        return quantize(tensor.to(device), global_scale=scales[module], name=module).to("cpu")
 
-    return save_checkpoint(
-        output,
-        tensors(),
-        config=plan.config,
-        dialect=dialect,
-        activations=activations,
-        exclude=plan.exclude,
-        input_scales=input_scales,
-        producer_details={"method": method},
-        max_shard_bytes=max_shard_bytes,
-        copy_from=plan.source,
-        force=force,
-        expected_bytes=plan.output_bytes,
-    )
+    with one_thread_per_operation():
+        return save_checkpoint(
+            output,
+            _stream(plan, quantised, device, progress),
+            config=plan.config,
+            dialect=dialect,
+            activations=activations,
+            exclude=plan.exclude,
+            input_scales=input_scales,
+            producer_details={"method": method},
+            max_shard_bytes=max_shard_bytes,
+            copy_from=plan.source,
+            force=force,
+            expected_bytes=plan.output_bytes,
+        )
 
 
 def check_method(method: str) -> None:

@@ -29,7 +29,9 @@ E4M3_MIN = 2.0**-9
 """Smallest positive E4M3 value (a subnormal, byte 0x01)."""
 
 
-def row_chunks(rows: int, columns: int, device: torch.device) -> Iterator[slice]:
+def row_chunks(
+    rows: int, columns: int, device: torch.device = torch.device("cpu")
+) -> Iterator[slice]:
     """Slices that cover `rows`, so small that temporaries made for one of them do not matter.
 
     In float64 a chunk takes 4 MiB on a CPU, which its cache holds, and 16 MiB elsewhere, where

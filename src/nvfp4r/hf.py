@@ -91,30 +91,25 @@ def load_model(
     device = torch.device(device)
     model = _empty_model(checkpoint, dtype)
     ignored, missing = _match_names(model, checkpoint)
-    quantised = set(checkpoint.modules)
     for name, tensor in checkpoint.items():
         if name in ignored:
             continue
         if isinstance(tensor, NVFP4Tensor):
             module = name.removesuffix(".weight")
-            scale = checkpoint.input_scale(module) if resolved == "nvfp4" else None
             # The bias is still on the meta device if it has not been read yet.
             bias = getattr(model.get_submodule(module), "bias", None)
             layer = NVFP4Linear(
                 tensor.to(device),
                 bias,
-                input_scale=scale,
+                input_scale=checkpoint.input_scale(module) if resolved == "nvfp4" else None,
                 activations=resolved,
                 keep_dequantized=keep_dequantized,
                 name=module,
             )
-            _set(model, module, layer)
+            model.set_submodule(module, layer)
         else:
             _assign(model, name, tensor, device)
-    _tie(model, missing, quantised)
-    unset = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
-    if unset:
-        raise ValueError(f"{path}: no value for {_listed(unset)}; the checkpoint is incomplete")
+    _tie(model, missing, checkpoint.modules)
     # Left are buffers that the model computes itself, such as rotary frequencies.
     nn.Module.to(model, device)
     generation_file = Path(path) / _GENERATION_FILE
@@ -170,8 +165,6 @@ def _empty_model(
             "language model; need one"
         )
     config.name_or_path = str(checkpoint.path)
-    if any(module.endswith("lm_head") for module in checkpoint.modules):
-        config.tie_word_embeddings = False  # it is stored on its own, in fewer bits
     if dtype == "auto":
         dtype = config.dtype or _first_floating_dtype(checkpoint)
     with init_empty_weights(include_buffers=False):
@@ -249,9 +242,10 @@ def _supplied_by_tying(model: PreTrainedModel, missing: Collection[str]) -> set[
 
 def _tie(model: PreTrainedModel, missing: set[str], quantised: Collection[str]) -> None:
     """Ties what the model ties; parameters that are stored apart and differ stay apart."""
-    for names in list(model.all_tied_weights_keys.items()):
-        if any(name.removesuffix(".weight") in quantised for name in names):
-            model.all_tied_weights_keys.pop(names[0])
+    for target, source in list(model.all_tied_weights_keys.items()):
+        if {target.removesuffix(".weight"), source.removesuffix(".weight")} & set(quantised):
+            model.all_tied_weights_keys.pop(target)
+            model.config.tie_word_embeddings = False  # for calls of tie_weights() to come
     model.tie_weights(missing_keys=missing, recompute_mapping=False)
 
 
@@ -277,11 +271,6 @@ def _stays_float32(model: PreTrainedModel, name: str, dtype: torch.dtype) -> boo
     if dtype == torch.float16:
         marks.update(model._keep_in_fp32_modules or ())
     return any(re.search(mark.replace("*", ".*"), name) for mark in marks)
-
-
-def _set(model: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, field = name.rpartition(".")
-    setattr(model.get_submodule(parent), field, module)
 
 
 def _remedy(names: Iterable[str]) -> str:

@@ -29,3 +29,8 @@ def counted(patterns: Iterable[str]) -> list[str]:
         f"{pattern} x {count}" if count > 1 else pattern
         for pattern, count in Counter(patterns).items()
     ]
+
+
+def plural(count: int, noun: str) -> str:
+    """ "1 scale", "2 scales"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

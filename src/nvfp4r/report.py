@@ -19,6 +19,7 @@ from nvfp4r.checkpoint import NVFP4Checkpoint
 from nvfp4r.format import NVFP4Tensor, row_chunks
 from nvfp4r.groups import fused_groups
 from nvfp4r.naming import layer_pattern
+from nvfp4r.threads import one_thread_per_operation
 
 Progress = Callable[[str, int, int, int, int], None]
 
@@ -129,16 +130,17 @@ def inspect_checkpoint(
         progress: called after each parameter with its name, tensors done and in all, bytes done and
             in all.
     """
-    problems = checkpoint.problems()
     names = checkpoint.names()
     total = sum(checkpoint.info(name).nbytes for name in names)
     tensors: list[TensorReport] = []
     done = 0
-    for count, name in enumerate(names, start=1):
-        tensors.append(_tensor_report(checkpoint, name))
-        done += tensors[-1].nbytes
-        if progress is not None:
-            progress(name, count, len(names), done, total)
+    with one_thread_per_operation():
+        problems = checkpoint.problems()
+        for count, name in enumerate(names, start=1):
+            tensors.append(_tensor_report(checkpoint, name))
+            done += tensors[-1].nbytes
+            if progress is not None:
+                progress(name, count, len(names), done, total)
     scales = {t.module: t.global_scale for t in tensors if t.global_scale is not None}
     groups = fused_groups(checkpoint.modules)
     unequal = []

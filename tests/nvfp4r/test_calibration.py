@@ -89,6 +89,15 @@ def test_the_model_is_left_as_it_was(llama):
     assert not found[Q_PROJ].is_inference()
 
 
+def test_no_cache_is_built_and_unneeded_logits_are_left_out(llama):
+    outputs = []
+    with llama.register_forward_hook(lambda module, args, output: outputs.append(output)):
+        calibrate(llama, [token_ids(8)], [Q_PROJ])
+        calibrate(llama, [token_ids(8)], ["lm_head"])
+    assert [output.logits.shape[1] for output in outputs] == [1, 8]
+    assert [list(output) for output in outputs] == [["logits"]] * 2
+
+
 def test_maxima_run_over_calls_and_both_signs():
     layer = nn.Linear(16, 1)
     maxima = ActivationMaxima({"layer": layer})

@@ -136,10 +136,8 @@ def test_modelopt_output_has_what_engines_read(tmp_path):
 
 def test_other_files_come_along(tmp_path):
     source = write_source(tmp_path / "source", llama_tensors())
-    kept = (
-        "tokenizer.json tokenizer_config.json generation_config.json chat_template.jinja "
-        "vocab.json merges.txt tokenizer.model LICENSE README.md"
-    ).split()
+    kept = ["tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json"]
+    kept += ["merges.txt", "generation_config.json", "chat_template.jinja", "LICENSE", "README.md"]
     for name in kept:
         (source / name).write_text(f"content of {name}")
     (source / "pytorch_model.bin").write_text("old weights")
@@ -223,7 +221,10 @@ def test_an_existing_output_is_refused_and_outlives_a_failure(tmp_path):
         ({"dialect": "awq"}, r"'awq', need one of modelopt, compressed-tensors"),
         ({"headroom": 2.0}, r"headroom for unquantised activations"),
         ({"input_amax": {}}, r"activation maxima .* for unquantised activations"),
-        ({"activations": "nvfp4"}, r"needs an activation maximum for each .* missing for 14: model"),
+        (
+            {"activations": "nvfp4"},
+            r"needs an activation maximum for each .* missing for 14: model",
+        ),
         (
             {"activations": "nvfp4", "input_amax": {"model.layers.0.mlp.up_proj": 1.0}},
             r"missing for 13: model",

@@ -15,13 +15,14 @@ MB = 1 << 20
 SHARDS = 6
 SHARD_BYTES = 64 * MB
 OUTPUT_SHARD_BYTES = 32 * MB
-ALLOWANCE = 48 * MB
-"""For the tensor in work, its quantised form, the quantiser's temporaries and the interpreter."""
+ALLOWANCE = 64 * MB
+"""For the tensors in work in two threads, their quantised forms and the quantiser's temporaries."""
 
-LIMIT = SHARD_BYTES + OUTPUT_SHARD_BYTES + ALLOWANCE
+LIMIT = OUTPUT_SHARD_BYTES + ALLOWANCE  # the input costs a few tensors, not a shard
 
 SCRIPT = """
-import sys
+import os, sys
+os.cpu_count = lambda: 2  # as many tensors in work on any machine
 from pathlib import Path
 from safetensors.torch import load_file
 from nvfp4r.convert import quantise_checkpoint
@@ -81,11 +82,11 @@ def peak_bytes(source: Path, output: Path, hold: str) -> int:
 
 
 def test_about_one_shard_is_in_memory(source, tmp_path):
-    """One input shard, one output shard and the allowance, of a model four times that size."""
+    """One output shard and the allowance, of a model four times that size."""
     peak = peak_bytes(source, tmp_path / "out", "stream")
     assert peak < LIMIT, f"{peak / MB:.0f} MB"
 
 
 def test_the_measurement_sees_a_model_that_is_held(source, tmp_path):
     """The limit above means something: the same conversion beside the loaded model breaks it."""
-    assert peak_bytes(source, tmp_path / "out", "hold") > SHARDS * SHARD_BYTES > 2 * LIMIT
+    assert peak_bytes(source, tmp_path / "out", "hold") > SHARDS * SHARD_BYTES >= 4 * LIMIT

@@ -101,8 +101,8 @@ def quantize(
     """Quantise the linear layers of a model to NVFP4 (4.5 bits per weight).
 
     Embeddings, norms, routers and the output head stay as they are. Weights alone need about the
-    memory of one output file (4 GB at most) and of the largest layer; W4A4 loads the whole model
-    once, to calibrate.
+    memory of one output file (4 GB at most) and of the largest layers; W4A4 loads the whole model
+    once to calibrate, on a CPU in float32.
     """
     start = time.monotonic()
     with error_boundary(debug):
@@ -117,7 +117,9 @@ def quantize(
         plan = plan_conversion(source, exclude or [])
         require_space(output_folder, plan.output_bytes)
         unchecked = check_linear_layers(plan)
-        texts = [] if calib_data is None else read_texts(calib_data, calib_samples)
+        rows = []
+        if calib_data is not None:
+            rows = _calibration_rows(plan, calib_data, calib_samples, calib_tokens)
         if not as_json:
             _print_plan(plan)
         if unchecked:
@@ -127,10 +129,9 @@ def quantize(
             maxima = weight_maxima(plan, device=target, progress=advance)
         input_amax, calibration = None, None
         if calib_data is not None:
-            if len(texts) < calib_samples:
-                notes().print(f"{escape(calib_data)} holds {len(texts)} texts; all are used")
-            input_amax, tokens = _calibrate(plan, texts, calib_tokens, target)
-            calibration = {"data": calib_data, "samples": len(texts), "tokens": tokens}
+            input_amax = _calibrate(plan, rows, target)
+            tokens = sum(row.numel() for row in rows)
+            calibration = {"data": calib_data, "samples": len(rows), "tokens": tokens}
         with tensor_progress("quantising") as advance:
             report = convert(
                 plan,
@@ -186,21 +187,29 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _calibrate(
-    plan: ConversionPlan, texts: list[str], max_tokens: int, device: torch.device
-) -> tuple[dict[str, Tensor], int]:
-    """Largest input of every quantised layer, and how many tokens were run."""
-    from nvfp4r.calibration import calibrate
-    from reset.cli.source_model import load_source_model, load_tokenizer
+def _calibration_rows(
+    plan: ConversionPlan, data: str, samples: int, max_tokens: int
+) -> list[Tensor]:
+    """Token ids of the calibration texts; says so if there are fewer than asked for."""
+    from reset.cli.source_model import load_tokenizer
 
     context = plan.config.get("max_position_embeddings")
     if isinstance(context, int):
         max_tokens = min(max_tokens, context)
-    rows = token_rows(texts, load_tokenizer(plan.source), max_tokens)
+    rows = token_rows(read_texts(data, samples), load_tokenizer(plan.source), max_tokens)
+    if len(rows) < samples:
+        notes().print(f"{escape(data)} holds {len(rows)} texts; all are used", soft_wrap=True)
+    return rows
+
+
+def _calibrate(plan: ConversionPlan, rows: list[Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Largest input of every quantised layer."""
+    from nvfp4r.calibration import calibrate
+    from reset.cli.source_model import load_source_model
+
     model = load_source_model(plan.source, device)
     with count_progress("calibrating", len(rows), "texts") as advance:
-        amax = calibrate(model, rows, list(plan.quantised), lambda done, tokens: advance(done))
-    return amax, sum(row.numel() for row in rows)
+        return calibrate(model, rows, list(plan.quantised), lambda done, tokens: advance(done))
 
 
 def _summary(
@@ -260,7 +269,7 @@ def _print_summary(summary: dict[str, Any]) -> None:
             f"{summary['bits_per_quantised_parameter']:.3f} per quantised parameter, "
             f"{summary['bits_per_parameter']:.2f} over the whole model",
         ),
-        ("peak memory", format_bytes(summary["peak_memory_bytes"])),
+        ("peak memory", f"{format_bytes(summary['peak_memory_bytes'])}, with Python and torch"),
         ("time", f"{summary['seconds']:.1f} s"),
         ("next", f"nvfp4r inspect {summary['output']}"),
     ]

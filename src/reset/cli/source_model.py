@@ -112,8 +112,18 @@ def check_linear_layers(plan: ConversionPlan) -> str | None:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The model's tokenizer, from its own folder."""
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    """The model's tokenizer, from its own folder.
+
+    Raises:
+        ValueError: there is none that transformers can load.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, ImportError) as error:
+        raise ValueError(
+            f"{folder}: no tokenizer could be loaded, but calibration texts need one; copy the "
+            f"model's tokenizer files into it ({' '.join(str(error).split())[:200]})"
+        ) from error
 
 
 def load_source_model(folder: Path, device: torch.device) -> PreTrainedModel:

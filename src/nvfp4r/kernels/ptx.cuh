@@ -1,0 +1,150 @@
+// PTX instructions behind names. No CUDA header is used, so that NVRTC needs none.
+#pragma once
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+struct alignas(16) Vec4 { u32 v[4]; };
+
+__device__ __forceinline__ u32 shared_address(const void* p) {
+    u64 a;
+    asm("cvta.to.shared.u64 %0, %1;" : "=l"(a) : "l"(p));
+    return (u32)a;
+}
+
+// ---- arithmetic on two halves -------------------------------------------------------------
+
+__device__ __forceinline__ u32 mul_f16x2(u32 a, u32 b) {
+    u32 d;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+    return d;
+}
+
+// a * b + (-0): bf16x2 multiplication that sm_80 has too.
+__device__ __forceinline__ u32 mul_bf16x2(u32 a, u32 b) {
+    u32 d;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(0x80008000u));
+    return d;
+}
+
+__device__ __forceinline__ u32 max_bf16x2(u32 a, u32 b) {
+    u32 d;
+    asm("max.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+    return d;
+}
+
+// Two floats to two halves; `low` goes to bits 15:0.
+__device__ __forceinline__ u32 pack_f16x2(float low, float high) {
+    u32 d;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+    return d;
+}
+
+__device__ __forceinline__ u16 f32_to_f16(float v) {
+    u16 d;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(d) : "f"(v));
+    return d;
+}
+
+__device__ __forceinline__ u16 f32_to_bf16(float v) {
+    u16 d;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(d) : "f"(v));
+    return d;
+}
+
+__device__ __forceinline__ float f16_to_f32(u16 v) {
+    float d;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(d) : "h"(v));
+    return d;
+}
+
+__device__ __forceinline__ float bf16_to_f32(u16 v) { return __uint_as_float((u32)v << 16); }
+
+// ---- matrix multiply-accumulate -----------------------------------------------------------
+
+// d[16x8] += a[16x16] b[16x8], fp16 operands, fp32 accumulators.
+__device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// ---- memory ---------------------------------------------------------------------------------
+
+__device__ __forceinline__ Vec4 load_shared_16(u32 address) {
+    Vec4 r;
+    asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r.v[0]), "=r"(r.v[1]), "=r"(r.v[2]), "=r"(r.v[3])
+                 : "r"(address));
+    return r;
+}
+
+__device__ __forceinline__ u32 load_shared_4(u32 address) {
+    u32 r;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(r) : "r"(address));
+    return r;
+}
+
+__device__ __forceinline__ void store_shared_16(u32 address, const Vec4& r) {
+    asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};"
+                 :: "r"(address), "r"(r.v[0]), "r"(r.v[1]), "r"(r.v[2]), "r"(r.v[3])
+                 : "memory");
+}
+
+// Activations: plain loads. They were written by the kernel before, and only a coherent load
+// after griddepcontrol.wait is sure to see that.
+__device__ __forceinline__ Vec4 load_global_16(const void* p) {
+    Vec4 r;
+    asm volatile("ld.global.v4.b32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r.v[0]), "=r"(r.v[1]), "=r"(r.v[2]), "=r"(r.v[3])
+                 : "l"(p));
+    return r;
+}
+
+// ---- kernel boundaries ------------------------------------------------------------------------
+
+// What follows may start its prologue; it must wait itself before it touches our output.
+__device__ __forceinline__ void launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Everything that the kernel before wrote is visible after this. A no-op without the attribute.
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// ---- clusters -----------------------------------------------------------------------------------
+
+__device__ __forceinline__ u32 cluster_rank() {
+    u32 r = 0;
+#if __CUDA_ARCH__ >= 900
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
+#endif
+    return r;
+}
+
+__device__ __forceinline__ void cluster_barrier() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive.release.aligned;\n"
+                 "barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+// The float at shared address `address` of CTA `rank` of this cluster.
+__device__ __forceinline__ float load_cluster_f32(u32 address, u32 rank) {
+    float r = 0.f;
+#if __CUDA_ARCH__ >= 900
+    u32 remote;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(r) : "r"(remote) : "memory");
+#endif
+    return r;
+}
