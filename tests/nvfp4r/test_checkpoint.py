@@ -12,8 +12,8 @@ import nvfp4r.shards
 from nvfp4r.checkpoint import load_checkpoint
 from nvfp4r.dialects import hf_quant_config
 from nvfp4r.format import NVFP4Tensor
+from tests.nvfp4r.sources import LINEARS
 from tests.nvfp4r.toy import (
-    SHAPES,
     matrix,
     quantisation_config,
     stored_module,
@@ -140,7 +140,7 @@ def test_a10_block_in_hf_quant_config_only(tmp_path, activations):
     checkpoint = load_checkpoint(toy.folder)
     # Nothing in this file tells W4A4 from W4A16: the input scales do.
     assert (checkpoint.dialect, checkpoint.activations) == ("modelopt", activations)
-    assert len(checkpoint.modules) == 2 * len(SHAPES)
+    assert len(checkpoint.modules) == 2 * len(LINEARS)
     assert checkpoint["model.layers.1.mlp.up_proj.weight"].shape == (48, 32)
 
 

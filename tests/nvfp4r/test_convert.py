@@ -81,8 +81,8 @@ def test_everything_else_is_kept_bit_for_bit(tmp_path, tied):
 
 
 @pytest.mark.parametrize("names", [("to_q", "to_k", "to_v"), ("q_proj", "k_proj", "v_proj")])
-def test_fused_layers_share_one_scale_across_shards(tmp_path, names):
-    """Q4: amax 1, 2 and 4 give the scale of 4, also if the largest is in another file."""
+def test_q4_fused_layers_share_one_scale_across_shards(tmp_path, names):
+    """Largest weights of 1, 2 and 4 give the scale of 4, also if the largest is in another file."""
     tensors = {}
     for name, amax in zip(names, (1.0, 2.0, 4.0), strict=True):
         tensors[f"h.0.attn.{name}.weight"] = torch.full((16, 16), amax, dtype=torch.bfloat16)

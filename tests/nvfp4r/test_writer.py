@@ -156,6 +156,17 @@ def test_a_foreign_scale_without_a_divisor_moves_by_one_unit_and_is_counted(tmp_
     assert any(torch.equal(read, neighbour) for neighbour in neighbours)
 
 
+def stored_module(out, module):
+    """The tensors of a module as they are in the file, and dtype and shape by suffix."""
+    with safe_open(out / "model.safetensors", framework="pt") as file:
+        assert file.metadata() == {"format": "pt"}
+        stored = {key: file.get_tensor(key) for key in file.keys() if key.startswith(module)}  # noqa: SIM118
+    layout = {
+        key.rpartition(".")[2]: (tensor.dtype, list(tensor.shape)) for key, tensor in stored.items()
+    }
+    return stored, layout
+
+
 @pytest.mark.parametrize("activations", ["nvfp4", "none"])
 def test_modelopt_on_the_disk(tmp_path, activations):
     tensors, input_scales = model(1)
@@ -165,12 +176,7 @@ def test_modelopt_on_the_disk(tmp_path, activations):
         out, tensors.items(), config=CONFIG, activations=activations, input_scales=scales
     )
     module = "model.layers.0.mlp.up_proj"
-    with safe_open(out / "model.safetensors", framework="pt") as file:
-        assert file.metadata() == {"format": "pt"}
-        stored = {key: file.get_tensor(key) for key in file.keys() if key.startswith(module)}  # noqa: SIM118
-    layout = {
-        key.rpartition(".")[2]: (tensor.dtype, list(tensor.shape)) for key, tensor in stored.items()
-    }
+    stored, layout = stored_module(out, module)
     expected = {
         "weight": (torch.uint8, [48, 16]),
         "weight_scale": (torch.float8_e4m3fn, [48, 2]),
@@ -203,11 +209,7 @@ def test_compressed_tensors_on_the_disk(tmp_path, activations):
         exclude=["lm_head"],
     )
     module = "model.layers.0.mlp.up_proj"
-    with safe_open(out / "model.safetensors", framework="pt") as file:
-        stored = {key: file.get_tensor(key) for key in file.keys() if key.startswith(module)}  # noqa: SIM118
-    layout = {
-        key.rpartition(".")[2]: (tensor.dtype, list(tensor.shape)) for key, tensor in stored.items()
-    }
+    stored, layout = stored_module(out, module)
     expected = {
         "weight_packed": (torch.uint8, [48, 16]),
         "weight_scale": (torch.float8_e4m3fn, [48, 2]),

@@ -21,17 +21,9 @@ from torch import Tensor
 
 from nvfp4r.checkpoint import load_checkpoint
 
+from .sources import HIDDEN, LINEARS, VOCABULARY
+
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-HIDDEN, INTERMEDIATE, VOCABULARY = 32, 48, 64
-SHAPES = {
-    "self_attn.q_proj": (HIDDEN, HIDDEN),
-    "self_attn.k_proj": (16, HIDDEN),
-    "self_attn.v_proj": (16, HIDDEN),
-    "self_attn.o_proj": (HIDDEN, HIDDEN),
-    "mlp.gate_proj": (INTERMEDIATE, HIDDEN),
-    "mlp.up_proj": (INTERMEDIATE, HIDDEN),
-    "mlp.down_proj": (HIDDEN, INTERMEDIATE),
-}
 
 Tensors = dict[str, Tensor]
 
@@ -168,7 +160,7 @@ def write_toy(
         folder: created.
         dialect: "modelopt" or "compressed-tensors".
         activations: "nvfp4" stores input scales, "none" does not.
-        layers: decoder layers; each has the modules of `SHAPES`.
+        layers: decoder layers; each has the modules of `LINEARS`.
         shards: number of files; a module's tensors may end up in two of them.
         seed: of all random values.
         edit: changes the tensors before they are saved, for damaged checkpoints.
@@ -192,7 +184,7 @@ def write_toy(
         bias = {f"{prefix}self_attn.q_proj.bias": floats(HIDDEN)}
         toy.plain |= norm | bias
         tensors |= norm | bias
-        for name, (N, K) in SHAPES.items():
+        for name, (N, K) in LINEARS.items():
             module = prefix + name
             codes = bytes_below(16, N, K)
             scale_bytes = bytes_below(0x7E, N, K // 16) + 1  # 0x01..0x7E: positive, not NaN

@@ -1,14 +1,12 @@
-"""Percentiles, provenance files and problem files."""
+"""Percentiles and provenance files."""
 
 import json
 import math
-import sys
 
 import pytest
 
 from reset import ReSETConfig
 from reset.calibrate import Calibration, folder_sha256, percentile_threshold, text_sha256
-from reset.problems import read_problems
 
 
 def test_c3_the_percentile_rule_is_numpy_linear_over_pooled_tokens():
@@ -76,36 +74,3 @@ def test_model_identity_follows_the_content(tmp_path):
     assert folder_sha256(tmp_path) != first
     with pytest.raises(ValueError, match=r"neither config\.json nor"):
         folder_sha256(tmp_path / "missing")
-
-
-def test_problem_files(tmp_path):
-    lines = tmp_path / "p.jsonl"
-    lines.write_text('{"question": "q1", "answer": "1"}\n\n{"problem": "q2"}\n{"prompt": "q3"}\n')
-    assert read_problems(str(lines), 2) == ["q1", "q2"]
-    text = tmp_path / "p.txt"
-    text.write_text("first\nline two\n\nsecond\n")
-    assert read_problems(str(text), 2) == ["first\nline two", "second"]
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("p.jsonl", '{"question": "q"}\n', "holds 1 problems, but 2 were asked for"),
-        ("p.jsonl", '{"question": "q"}\n{oops\n', "line 2 is not JSON"),
-        ("p.jsonl", '{"question": "q"}\n{"text": "x"}\n', "line 2: an object with a text field"),
-        ("p.csv", "a,b\n", r"a \.jsonl or \.txt file is needed"),
-    ],
-)
-def test_bad_problem_files(tmp_path, name, content, message):
-    path = tmp_path / name
-    path.write_text(content)
-    with pytest.raises(ValueError, match=message):
-        read_problems(str(path), 2)
-
-
-def test_hub_data_without_the_extra_names_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ImportError, match=r"reset-decoding\[eval\]"):
-        read_problems("AI-MO/NuminaMath-1.5", 1)
-    with pytest.raises(ValueError, match="0 problems asked for"):
-        read_problems("AI-MO/NuminaMath-1.5", 0)

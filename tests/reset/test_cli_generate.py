@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from reset.cli import calibrate, generate
 from reset.trace.record import Trace
-from tests.reset.toy_model import toy_llama, toy_tokenizer
+from tests.reset.toy_model import save_toy
 
 RUNNER = CliRunner()
 POLICY = ["--t-low", "0.3", "--tau0", "2.0"]
@@ -17,11 +17,7 @@ POLICY = ["--t-low", "0.3", "--tau0", "2.0"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("toy")
-    tokenizer = toy_tokenizer()
-    toy_llama(len(tokenizer)).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return str(path)
+    return str(save_toy(tmp_path_factory.mktemp("toy")))
 
 
 def run(app, *arguments: str, code: int = 0):
@@ -31,7 +27,6 @@ def run(app, *arguments: str, code: int = 0):
 
 
 def test_text_table_page_and_picture(folder, tmp_path):
-    pytest.importorskip("matplotlib", reason="the plot extra is not installed")
     page, picture = tmp_path / "t.html", tmp_path / "t.png"
     result = run(
         generate.app,
@@ -81,7 +76,10 @@ def test_prompt_from_standard_input(folder):
         ([*POLICY, "--max-tokens", "0"], "max_new_tokens is 0"),
         ([*POLICY, "--engine", "vllm"], "not part of this release"),
         ([*POLICY, "--engine", "onnx"], "--engine is 'onnx'"),
-        ([*POLICY, "--trace", "/no/such/folder/t.html"], "does not exist; make it first"),
+        (
+            [*POLICY, "--trace", "/no/such/folder/t.html"],
+            "folder /no/such/folder does not exist; create it first",
+        ),
         (["--preset", "Qwen3-4B"], "no preset is named 'Qwen3-4B'"),
         ([*POLICY, "--activations", "nvfp4"], "not an NVFP4 checkpoint"),
     ],
@@ -109,8 +107,8 @@ def test_calibrate_then_generate_with_the_file(folder, tmp_path):
     assert trace.policy["tau_0"] == written["config"]["tau_0"]
 
 
-def test_calibration_measures_raw_entropies_whatever_the_sampling(folder, tmp_path):
-    """R4: a threshold from tempered scores would shrink with the sampling temperature."""
+def test_r4_calibration_measures_raw_entropies_whatever_the_sampling(folder, tmp_path):
+    """A threshold from tempered scores would shrink with the sampling temperature."""
     from reset.calibrate import percentile_threshold
     from reset.config import ReSETConfig
     from reset.engine import generate as decode
@@ -140,7 +138,7 @@ def test_calibration_measures_raw_entropies_whatever_the_sampling(folder, tmp_pa
         (["--t-low", "3"], "t_low must not exceed"),
         (["--batch-size", "0"], "--batch-size is 0"),
         (["--num-problems", "9"], "holds 1 problems, but 9"),
-        (["--output", "/no/such/folder/c.json"], "folder does not exist"),
+        (["--output", "/no/such/folder/c.json"], "/no/such/folder does not exist; create it first"),
     ],
 )
 def test_calibrate_checks_before_it_decodes(folder, tmp_path, arguments, message):

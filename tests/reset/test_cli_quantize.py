@@ -7,20 +7,19 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import pytest
 import torch
-from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from nvfp4r.checkpoint import load_checkpoint
 from nvfp4r.hf import load_model
-from reset.calibration_texts import read_texts, token_rows
 from reset.cli import source_model
 from reset.cli.quantize import app
-from tests.reset.toy_model import toy_llama, toy_tokenizer
+from reset.cli.source_model import token_rows
+from reset.texts import read_texts
+from tests.reset.toy_model import save_toy, toy_tokenizer
 
 RUNNER = CliRunner()
 TEXTS = "One and two make three.\nSo they do.\n\n\nFour is even.\n \nFive is odd.\n"
@@ -29,11 +28,7 @@ TEXTS = "One and two make three.\nSo they do.\n\n\nFour is even.\n \nFive is odd
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """A two-layer llama in bfloat16 with a byte-level tokenizer; q, k, v of 64 inputs."""
-    folder = tmp_path_factory.mktemp("models") / "toy"
-    tokenizer = toy_tokenizer()
-    toy_llama(len(tokenizer)).bfloat16().save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return save_toy(tmp_path_factory.mktemp("models") / "toy", torch.bfloat16)
 
 
 @pytest.fixture
@@ -241,105 +236,11 @@ def test_an_unknown_architecture_is_noted(model, tmp_path):
     assert len(load_checkpoint(tmp_path / "out").modules) == 14
 
 
-RESPONSE = SimpleNamespace(status_code=404, headers={}, request=None)
-
-
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
-        (LocalEntryNotFoundError("offline"), "the hub cannot be reached to fetch a model"),
-        (RepositoryNotFoundError("404", response=RESPONSE), "no such model on the hub"),
-    ],
-)
-def test_what_goes_wrong_with_the_hub_is_explained(tmp_path, monkeypatch, error, message):
-    def fail(*args, **kwargs):
-        raise error
-
-    monkeypatch.setattr(source_model, "snapshot_download", fail)
-    text = refusal("--model", "owner/name", "--output", tmp_path / "out")
-    assert "--model owner/name: no such folder" in words(text)
-    assert message in words(text)
-
-
-def test_a_hub_model_is_fetched(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(source_model, "snapshot_download", lambda *args, **kwargs: str(model))
-    run("--model", "owner/name", "--output", tmp_path / "out")
-    assert len(load_checkpoint(tmp_path / "out").modules) == 14
-
-
-def test_a_name_that_is_nothing_is_refused(tmp_path):
-    error = refusal("--model", tmp_path / "a" / "b", "--output", tmp_path / "out")
-    assert "no such folder, and no name that a hub model can have" in words(error)
-    (tmp_path / "file").write_text("")
-    error = refusal("--model", tmp_path / "file", "--output", tmp_path / "out")
-    assert "is a file, need the folder" in words(error)
-
-
 def test_debug_keeps_the_traceback(model, tmp_path):
     result = RUNNER.invoke(
         app, ["--model", str(model), "--output", str(tmp_path / "o"), "--method", "x", "--debug"]
     )
     assert isinstance(result.exception, ValueError)
-
-
-def test_texts_of_a_jsonl_file(tmp_path):
-    path = tmp_path / "data.jsonl"
-    records = [
-        {"text": "plain"},
-        {"question": "1+1?", "answer": "2"},
-        {"problem": "2+2?", "solution": "4"},
-        {"problem": "no answer", "answer": 7},
-    ]
-    path.write_text("\n".join(json.dumps(record) for record in records) + "\n\n")
-    expected = ["plain", "1+1?\n\n2", "2+2?\n\n4", "no answer"]
-    assert read_texts(str(path), 128) == expected
-    assert read_texts(str(path), 2) == expected[:2]
-
-
-def test_texts_of_a_text_file(texts):
-    expected = ["One and two make three.\nSo they do.", "Four is even.", "Five is odd."]
-    assert read_texts(str(texts), 128) == expected
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("a.jsonl", '{"text": "x"}\n{"body": "y"}\n', r"a\.jsonl, line 2: has no text, need"),
-        ("a.jsonl", "[1]\n", r"a\.jsonl, line 1: has no text, need"),
-        ("a.jsonl", "{\n", r"a\.jsonl, line 1: is not JSON"),
-        ("a.txt", " \n\n", r"a\.txt: holds no text"),
-        ("a.csv", "x", r"a\.csv: need a \.txt or \.jsonl file"),
-    ],
-)
-def test_bad_texts_are_named(tmp_path, name, content, message):
-    (tmp_path / name).write_text(content)
-    with pytest.raises(ValueError, match=message):
-        read_texts(str(tmp_path / name), 128)
-
-
-def test_a_data_set_without_the_package_names_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ImportError, match=r"pip install 'reset-decoding\[eval\]'"):
-        read_texts("owner/name", 128)
-
-
-def test_a_data_set_is_read_with_its_config_and_split(monkeypatch):
-    def load(name, config, *, split, streaming):
-        assert streaming
-        return iter([{"question": f"{name} {config} {split}"}])
-
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load))
-    assert read_texts("owner/name", 1) == ["owner/name None train"]
-    assert read_texts("owner/name:main:test", 1) == ["owner/name main test"]
-
-
-def test_a_data_set_that_cannot_be_fetched_is_explained(monkeypatch):
-    def fail(*args, **kwargs):
-        raise ConnectionError("no network")
-
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=fail))
-    with pytest.raises(OSError, match=r"owner/name: .* no hub data set .*no network.*local file"):
-        read_texts("owner/name", 1)
 
 
 def test_token_rows_are_cut_and_empty_texts_left_out():

@@ -5,8 +5,8 @@ import torch
 from transformers import GenerationConfig
 
 from reset import ReSETConfig
-from reset.engine import Engine, answer, generate, load_engine, make_prompt, resolve_folder
-from tests.reset.toy_model import END, toy_llama, toy_tokenizer
+from reset.engine import Engine, answer, generate, load_engine, make_prompt
+from tests.reset.toy_model import END, save_toy
 
 CONFIG = ReSETConfig(t_low=0.3, tau_0=2.0, window=4)
 TEMPLATE = (
@@ -17,11 +17,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("toy")
-    tokenizer = toy_tokenizer()
-    toy_llama(len(tokenizer)).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
+    return save_toy(tmp_path_factory.mktemp("toy"))
 
 
 @pytest.fixture(scope="module")
@@ -132,8 +128,8 @@ def test_bad_prompts_and_models(engine, folder, tmp_path):
         generate(engine, [], CONFIG, max_new_tokens=3)
     with pytest.raises(ValueError, match="not an NVFP4 checkpoint"):
         load_engine(str(folder), activations="nvfp4")
-    with pytest.raises(ValueError, match="neither a folder here nor a model"):
-        resolve_folder(str(tmp_path / "missing"))
+    with pytest.raises(ValueError, match="missing: no such folder, and no name that a hub model"):
+        load_engine(str(tmp_path / "missing"))
 
 
 def test_e4_a_model_that_yields_nan_is_an_error(engine):

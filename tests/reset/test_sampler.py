@@ -53,10 +53,13 @@ def test_e3_temperature_zero_is_argmax_and_ties_keep_the_lowest_id(dtype, temper
     assert probabilities.tolist() == [[0, 1, 0, 0], [1, 0, 0, 0]]
 
 
-def test_e6_temperature_zero_never_samples():
+@pytest.mark.parametrize(
+    "values", [{"t_low": 0.0, "t_high": 0.0}, {"policy": "fixed", "base_temp": 0.0}], ids=str
+)
+def test_e6_temperature_zero_never_samples(values):
     for _ in range(10):
         logits = torch.tensor([[0.5, -1.2, 3.1, 0.8, -0.3, 2.7, -0.9, 1.4]])
-        scale_logits(logits, policy(t_low=0.0, t_high=0.0), NO)
+        scale_logits(logits, policy(**values), NO)
         assert torch.multinomial(torch.softmax(logits, dim=1), 1).item() == 2
 
 

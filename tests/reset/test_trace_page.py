@@ -2,7 +2,7 @@
 
     pytest tests/reset/test_trace_page.py
 
-The tests marked `browser` need Chromium (Debian: apt install chromium); in CI they fail without it.
+The tests marked `browser` need Chromium, see tests/conftest.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import errno
 import json
 import os
 import re
-import shutil
 import struct
 import subprocess
 import sys
@@ -210,17 +209,6 @@ class Page(HTMLParser):
     def body(self) -> Element:
         (body,) = [element for element in self.elements if element.tag == "body"]
         return body
-
-
-@pytest.fixture(scope="module")
-def chromium() -> str:
-    for name in ("chromium", "chromium-browser", "google-chrome"):
-        if path := shutil.which(name):
-            return path
-    missing = "no chromium, chromium-browser or google-chrome on PATH; install one of them"
-    if os.environ.get("CI"):
-        pytest.fail(missing)
-    pytest.skip(missing)
 
 
 @pytest.fixture

@@ -1,6 +1,8 @@
-"""A random two-layer llama and a byte-level tokenizer with newline tokens: no files, no network."""
+"""A random two-layer llama and a byte-level tokenizer with newline tokens: no network."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -43,3 +45,11 @@ def toy_llama(vocab_size: int, seed: int = 0, sharpness: float = 6.0) -> LlamaFo
     with torch.no_grad():
         model.lm_head.weight.mul_(sharpness)
     return model
+
+
+def save_toy(folder: Path, dtype: torch.dtype = torch.float32) -> Path:
+    """Writes model and tokenizer to `folder`."""
+    tokenizer = toy_tokenizer()
+    toy_llama(len(tokenizer)).to(dtype).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

@@ -18,7 +18,7 @@ TARGETS = ("80", "86", "89", "90a", "100a", "103a", "120a", "121a")
 FURTHER_TARGETS = ("87", "100f", "120f")  # embedded Ampere; GPUs newer than this table
 
 
-class UnsupportedGPU(RuntimeError):
+class UnsupportedGPUError(RuntimeError):
     """The kernels are not built for this GPU; the message says what is built and what to do."""
 
 
@@ -134,7 +134,7 @@ def target_for(capability: tuple[int, int]) -> Target:
         capability: (major, minor), as `torch.cuda.get_device_capability` returns it.
 
     Raises:
-        UnsupportedGPU: the kernels are not built for this GPU.
+        UnsupportedGPUError: the kernels are not built for this GPU.
     """
     major, minor = capability
     for family in _FAMILIES:
@@ -144,7 +144,7 @@ def target_for(capability: tuple[int, int]) -> Target:
         reason = "they need asynchronous copies and matrix instructions that came with 8.0"
     else:
         reason = "no code built for those runs on it"
-    raise UnsupportedGPU(
+    raise UnsupportedGPUError(
         f"this GPU has compute capability {major}.{minor}; the kernels of nvfp4r are built for "
         f"{_built()}: {reason}. NVFP4 layers fall back to dequantised weights there; a newer "
         "release may know it."

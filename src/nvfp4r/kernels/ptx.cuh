@@ -22,10 +22,13 @@ __device__ __forceinline__ u32 mul_f16x2(u32 a, u32 b) {
     return d;
 }
 
-// a * b + (-0): bf16x2 multiplication that sm_80 has too.
 __device__ __forceinline__ u32 mul_bf16x2(u32 a, u32 b) {
     u32 d;
+#if __CUDA_ARCH__ >= 900
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+#else  // a * b + (-0)
     asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(0x80008000u));
+#endif
     return d;
 }
 
@@ -64,8 +67,16 @@ __device__ __forceinline__ float bf16_to_f32(u16 v) { return __uint_as_float((u3
 
 // ---- matrix multiply-accumulate -----------------------------------------------------------
 
-// d[16x8] += a[16x16] b[16x8], fp16 operands, fp32 accumulators.
-__device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+// d[16x8] += a[16x16] b[16x8], fp32 accumulators.
+__device__ __forceinline__ void mma_bf16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ void mma_f16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
         "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -93,6 +104,18 @@ __device__ __forceinline__ void store_shared_16(u32 address, const Vec4& r) {
     asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};"
                  :: "r"(address), "r"(r.v[0]), "r"(r.v[1]), "r"(r.v[2]), "r"(r.v[3])
                  : "memory");
+}
+
+// 32 bytes, only where `first < limit`; elsewhere `low` and `high` stay as they are.
+template <int OFFSET>
+__device__ __forceinline__ void load_global_32_if(Vec4& low, Vec4& high, const void* p, int first,
+                                                  int limit) {
+    asm volatile("{\n.reg .pred w;\nsetp.lt.s32 w, %9, %10;\n"
+                 "@w ld.global.v4.b32 {%0,%1,%2,%3}, [%8 + %11];\n"
+                 "@w ld.global.v4.b32 {%4,%5,%6,%7}, [%8 + %12];\n}"
+                 : "+r"(low.v[0]), "+r"(low.v[1]), "+r"(low.v[2]), "+r"(low.v[3]),
+                   "+r"(high.v[0]), "+r"(high.v[1]), "+r"(high.v[2]), "+r"(high.v[3])
+                 : "l"(p), "r"(first), "r"(limit), "n"(OFFSET), "n"(OFFSET + 16));
 }
 
 // Activations: plain loads. They were written by the kernel before, and only a coherent load

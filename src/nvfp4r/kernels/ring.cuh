@@ -1,7 +1,8 @@
-// A ring of weight stages that belongs to one warp: filled by asynchronous copies, so that the
-// bytes in flight do not depend on registers or on where the compiler puts a load.
+// Stages of weights that belong to one warp: filled by asynchronous copies, so that the bytes in
+// flight depend neither on registers nor on where the compiler puts a load.
 //
-// sm_90 and later: one bulk copy a stage, completion by mbarrier. Before: cp.async by all lanes.
+// sm_90 and later: one bulk copy a stage, completion by mbarrier. Before: cp.async by all lanes,
+// completion in order. Stages are filled and read in the same cyclic order.
 #pragma once
 #include "ptx.cuh"
 
@@ -14,19 +15,13 @@
 struct Ring {
     u32 stages;    // shared address of stage 0
     u32 barriers;  // shared address of the first mbarrier, 8 bytes each
-    u32 stage_bytes;
-    int depth;
-    int slot;      // stage to be read next
-    u32 parity;    // of its mbarrier
-    int fill_slot; // stage to be filled next
 #if NVFP4R_BULK
     u64 policy;
 #endif
 
-    __device__ __forceinline__ void init(u32 stages_, u32 barriers_, u32 stage_bytes_, int depth_,
-                                         int lane) {
-        stages = stages_; barriers = barriers_; stage_bytes = stage_bytes_; depth = depth_;
-        slot = 0; parity = 0; fill_slot = 0;
+    __device__ __forceinline__ void init(u32 stages_, u32 barriers_, int depth, int lane) {
+        stages = stages_;
+        barriers = barriers_;
 #if NVFP4R_BULK
         // Weights are read once: let them leave L2 first.
         asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -41,12 +36,13 @@ struct Ring {
 #endif
     }
 
-    // Start copying `bytes` (a multiple of 16, at most stage_bytes) into the next free stage.
-    __device__ __forceinline__ void fill(const u8* source, u32 bytes, int lane) {
-        const u32 target = stages + fill_slot * stage_bytes;
+    // Start copying `bytes` (a multiple of 16) to stage `slot`, whose content every lane has read.
+    __device__ __forceinline__ void fill(int slot, u32 stage_bytes, const u8* source, u32 bytes,
+                                         int lane) {
+        const u32 target = stages + slot * stage_bytes;
 #if NVFP4R_BULK
         if (lane == 0) {
-            const u32 barrier = barriers + 8 * fill_slot;
+            const u32 barrier = barriers + 8 * slot;
             asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
                          :: "r"(barrier), "r"(bytes) : "memory");
             asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
@@ -58,43 +54,30 @@ struct Ring {
         for (u32 at = 16 * lane; at < bytes; at += 512)
             asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
                          :: "r"(target + at), "l"(source + at) : "memory");
-        asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
-        fill_slot = fill_slot + 1 == depth ? 0 : fill_slot + 1;
     }
 
-    // cp.async counts groups: where there is nothing left to fill, an empty group keeps the count.
-    __device__ __forceinline__ void fill_nothing() {
+    // Ends the copies of one stage, also where there was none: cp.async counts groups.
+    __device__ __forceinline__ void commit() {
 #if !NVFP4R_BULK
         asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
     }
 
-    // Wait for the oldest stage; returns its shared address.
-    __device__ __forceinline__ u32 wait() {
+    // Wait until stage `slot` is filled for the (parity + 1)-th time, modulo 2; it is the oldest of
+    // DEPTH stages being filled.
+    template <int DEPTH>
+    __device__ __forceinline__ void wait(int slot, u32 parity) {
 #if NVFP4R_BULK
-        const u32 barrier = barriers + 8 * slot;
         asm volatile("{\n.reg .pred done;\n"
                      "WAIT:\n"
                      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
                      "@done bra DONE;\n"
                      "bra WAIT;\n"
-                     "DONE:\n}" :: "r"(barrier), "r"(parity) : "memory");
+                     "DONE:\n}" :: "r"(barriers + 8 * slot), "r"(parity) : "memory");
 #else
-        // The oldest of `depth` groups: depth is 2, 3 or 4 (the plan's choice), else wait for all.
-        switch (depth) {
-            case 2: asm volatile("cp.async.wait_group 1;" ::: "memory"); break;
-            case 3: asm volatile("cp.async.wait_group 2;" ::: "memory"); break;
-            case 4: asm volatile("cp.async.wait_group 3;" ::: "memory"); break;
-            default: asm volatile("cp.async.wait_group 0;" ::: "memory");
-        }
+        asm volatile("cp.async.wait_group %0;" :: "n"(DEPTH - 1) : "memory");
         __syncwarp();
 #endif
-        return stages + slot * stage_bytes;
-    }
-
-    // The stage has been read by every lane (the caller synchronises the warp): move on.
-    __device__ __forceinline__ void advance() {
-        if (++slot == depth) { slot = 0; parity ^= 1; }
     }
 };

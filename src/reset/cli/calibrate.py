@@ -18,7 +18,8 @@ from reset.calibrate import (
 )
 from reset.cli import options
 from reset.config import ReSETConfig
-from reset.problems import read_problems
+from reset.files import check_file_target
+from reset.texts import read_problems
 
 app = typer.Typer(add_completion=False)
 
@@ -51,8 +52,8 @@ def calibrate(
     --t-low and --t-high are stored as given; this release does not search for them.
     """
     with error_boundary(debug):
-        if not output_file.resolve().parent.is_dir():
-            raise ValueError(f"--output {output_file}: its folder does not exist; make it first")
+        check_file_target(output_file)
+        options.checked_device(device)
         if batch_size < 1:
             raise ValueError(f"--batch-size is {batch_size}; it must be at least 1")
         chosen: dict[str, Any] = {"t_low": t_low, "t_high": t_high}

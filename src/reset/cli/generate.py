@@ -12,6 +12,7 @@ from rich.table import Table
 from nvfp4r.console import error_boundary, notes, output
 from reset.cli import options
 from reset.cli.options import policy_config
+from reset.files import check_file_target
 from reset.trace.record import Trace
 
 app = typer.Typer(add_completion=False)
@@ -68,8 +69,10 @@ def generate(
             estimator=estimator,
             base_temp=base_temp,
         )
+        options.checked_device(device)
         for path in (trace, figure):
-            _require_folder(path)
+            if path is not None:
+                check_file_target(path)
         question = sys.stdin.read() if prompt == "-" else prompt
 
         # Imported late: transformers takes seconds, and the checks above need none of it.
@@ -124,14 +127,6 @@ def _require_hf(engine: str) -> None:
         )
     if engine != "hf":
         raise ValueError(f"--engine is {engine!r}; the engines are hf and vllm")
-
-
-def _require_folder(path: Path | None) -> None:
-    """Fail before minutes of decoding, not after."""
-    if path is not None and not path.resolve().parent.is_dir():
-        raise ValueError(
-            f"{path}: the folder {path.resolve().parent} does not exist; make it first"
-        )
 
 
 def _write(record: Trace, trace: Path | None, figure: Path | None) -> None:

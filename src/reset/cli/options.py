@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import torch
 import typer
 
 from reset.config import ESTIMATORS, POLICIES, ReSETConfig
@@ -49,6 +50,27 @@ Preset = Annotated[
     typer.Option(help="A published preset (Qwen3-8B, ...) or a file made by reset-calibrate."),
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+
+def checked_device(name: str) -> torch.device:
+    """The torch device of `--device`; refuses what is not a CPU or a CUDA GPU that is there.
+
+    Raises:
+        ValueError: another kind of device, or a GPU that torch does not find.
+    """
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device is {name!r}, need cpu, cuda or cuda:N")
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            raise ValueError(
+                f"--device is {name}, but torch finds {count} CUDA GPUs; nvfp4r doctor says why"
+            )
+    return device
 
 
 def policy_config(

@@ -31,8 +31,9 @@ from nvfp4r.dialects import CONFIG_FILE
 from nvfp4r.naming import counted, group_pattern, layer_pattern
 from nvfp4r.selection import ConversionPlan, plan_conversion
 from nvfp4r.writer import SaveReport
-from reset.calibration_texts import read_texts, token_rows
 from reset.cli import options
+from reset.hub import model_folder
+from reset.texts import read_texts
 
 DEFAULT_SAMPLES = 128
 DEFAULT_TOKENS = 2048
@@ -108,9 +109,9 @@ def quantize(
     with error_boundary(debug):
         check_method(method)
         _check_calibration(activations, calib_data, headroom)
-        target = _device(device)
+        target = options.checked_device(device)
         # Imported late: transformers takes seconds, and the checks above need none of it.
-        from reset.cli.source_model import check_linear_layers, model_folder
+        from reset.cli.source_model import check_linear_layers
 
         source = model_folder(model)
         check_target(output_folder, marker=CONFIG_FILE, force=force, source=source)
@@ -171,27 +172,11 @@ def _check_calibration(activations: Activations, calib_data: str | None, headroo
             )
 
 
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = torch.device("meta")
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"--device is {name!r}, need cpu, cuda or cuda:N")
-    if device.type == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if (device.index or 0) >= count:
-            raise ValueError(
-                f"--device is {name}, but torch finds {count} CUDA GPUs; nvfp4r doctor says why"
-            )
-    return device
-
-
 def _calibration_rows(
     plan: ConversionPlan, data: str, samples: int, max_tokens: int
 ) -> list[Tensor]:
     """Token ids of the calibration texts; says so if there are fewer than asked for."""
-    from reset.cli.source_model import load_tokenizer
+    from reset.cli.source_model import load_tokenizer, token_rows
 
     context = plan.config.get("max_position_embeddings")
     if isinstance(context, int):

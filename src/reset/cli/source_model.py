@@ -1,24 +1,18 @@
-"""The model that is to be quantised: finding it, checking what its layers are, loading it.
+"""The model that is to be quantised: what its layers are, its tokenizer, itself.
 
 Needs transformers; files and plans are nvfp4r's business (selection.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from accelerate import init_empty_weights
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import (
-    HFValidationError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-)
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -28,49 +22,6 @@ from transformers import (
 )
 
 from nvfp4r.selection import ConversionPlan
-
-_WANTED = [
-    "*.safetensors",
-    "*.json",
-    "*.txt",
-    "*.model",
-    "*.jinja",
-    "*.tiktoken",
-    "*.md",
-    "LICENSE*",
-]
-_UNWANTED = ["original/*", "consolidated*", "onnx/*"]
-
-
-def model_folder(model: str) -> Path:
-    """The folder of a model: `model` itself, or its files fetched from the hub.
-
-    Raises:
-        ValueError: neither a folder nor the name of a model on the hub.
-        OSError: the hub cannot be reached.
-    """
-    path = Path(model)
-    if path.is_dir():
-        return path
-    if path.exists():
-        raise ValueError(f"--model {model}: is a file, need the folder that holds config.json")
-    try:
-        return Path(snapshot_download(model, allow_patterns=_WANTED, ignore_patterns=_UNWANTED))
-    except HFValidationError as error:
-        raise ValueError(
-            f"--model {model}: no such folder, and no name that a hub model can have (OWNER/NAME)"
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise ValueError(
-            f"--model {model}: no such folder, and no such model on the hub, or one that needs "
-            "a login (hf auth login)"
-        ) from error
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
-        raise OSError(
-            f"--model {model}: no such folder, and the hub cannot be reached to fetch a model of "
-            "this name; check the path and the network, or copy the model's files here and give "
-            "their folder"
-        ) from error
 
 
 def check_linear_layers(plan: ConversionPlan) -> str | None:
@@ -124,6 +75,24 @@ def load_tokenizer(folder: Path) -> Any:
             f"{folder}: no tokenizer could be loaded, but calibration texts need one; copy the "
             f"model's tokenizer files into it ({' '.join(str(error).split())[:200]})"
         ) from error
+
+
+def token_rows(texts: Iterable[str], tokenizer: Any, max_tokens: int) -> list[Tensor]:
+    """Token ids of every text, [T] int64 each, cut after `max_tokens`; empty ones left out.
+
+    Raises:
+        ValueError: `max_tokens` is below 1, or no text gives a token.
+    """
+    if max_tokens < 1:
+        raise ValueError(f"--calib-tokens is {max_tokens}, need at least 1")
+    rows = []
+    for text in texts:
+        ids = tokenizer(text, truncation=True, max_length=max_tokens)["input_ids"]
+        if len(ids):
+            rows.append(torch.tensor(ids, dtype=torch.int64))
+    if not rows:
+        raise ValueError("the calibration texts give no token, need at least one; use longer texts")
+    return rows
 
 
 def load_source_model(folder: Path, device: torch.device) -> PreTrainedModel:

@@ -1,0 +1,99 @@
+"""What tests need: one place turns markers into skips with a reason, or into failures.
+
+| marker    | needs                                       | where it is missing      |
+|-----------|---------------------------------------------|--------------------------|
+| `model`   | SmolLM2-135M in .cache (`make model`)       | skipped; in CI a failure |
+| `browser` | Chromium on PATH                            | skipped; in CI a failure |
+| `gpu`     | a CUDA GPU that torch finds                 | skipped                  |
+| `vllm`    | the package vllm                            | skipped                  |
+
+CI is where the environment variable CI is set. With NVFP4R_REQUIRE_GPU=1 (`make test-gpu`) a run in
+which no `gpu` test ran fails: a green run that tested nothing is worse than a red one.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+# Read when huggingface_hub is imported: no test may depend on what a hub says today.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+MODEL = Path(__file__).parents[1] / ".cache" / "smollm2-135m"
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+REQUIRE_GPU = "NVFP4R_REQUIRE_GPU"
+
+pytest_plugins = ["pytester"]
+
+
+def find_browser() -> str | None:
+    return next((path for name in BROWSERS if (path := shutil.which(name))), None)
+
+
+def missing(marker: str) -> str | None:
+    """Why tests with this marker cannot run here, and what to do; None if they can."""
+    if marker == "model" and not (MODEL / "config.json").exists():
+        return f"no SmolLM2-135M in {MODEL}; fetch it with: make model"
+    if marker == "browser" and find_browser() is None:
+        return f"none of {', '.join(BROWSERS)} on PATH; install one (Debian: apt install chromium)"
+    if marker == "vllm" and importlib.util.find_spec("vllm") is None:
+        return "the package vllm is not installed"
+    if marker == "gpu":
+        import torch
+
+        if not torch.cuda.is_available():
+            return "torch finds no CUDA GPU; nvfp4r doctor says why"
+    return None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for marker in ("model", "browser", "vllm", "gpu"):
+        if item.get_closest_marker(marker) is None:
+            continue
+        reason = missing(marker)
+        if reason is not None:
+            if os.environ.get("CI") and marker in ("model", "browser"):
+                pytest.fail(f"{reason} (in CI this is a failure)", pytrace=False)
+            pytest.skip(reason)
+
+
+class GpuCount:
+    """Counts the `gpu` tests that ran, and fails a run that had to have some."""
+
+    def __init__(self) -> None:
+        self.ran = 0
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.ran += report.when == "call" and not report.skipped and "gpu" in report.keywords
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if os.environ.get(REQUIRE_GPU) and not self.ran:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if os.environ.get(REQUIRE_GPU) and not self.ran:
+            reason = missing("gpu") or "none was selected"
+            terminalreporter.write_line(f"{REQUIRE_GPU} is set, but no gpu test ran: {reason}")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(GpuCount(), "gpu-count")
+
+
+@pytest.fixture(scope="session")
+def chromium() -> str:
+    """A Chromium or Chrome; for tests marked `browser`."""
+    path = find_browser()
+    assert path is not None, "mark the test with browser"
+    return path
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The folder of SmolLM2-135M-Instruct in bfloat16; for tests marked `model`."""
+    return MODEL
