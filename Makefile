@@ -48,6 +48,8 @@ bench: $(MODEL)  ## the CPU figures of docs/performance.md
 	$(BIN)/python benchmarks/policy.py
 	$(BIN)/python benchmarks/quantize.py --model $(MODEL)
 	$(BIN)/python benchmarks/overhead.py --model $(MODEL)
+	$(BIN)/python benchmarks/overhead.py --model $(MODEL) --dtype float32
+	$(BIN)/python benchmarks/tables.py
 
 clean:
 	rm -rf $(VENV) .cache dist

@@ -34,6 +34,16 @@ def microseconds(call: Callable[[], Any], *, repeats: int, warmup: int = 5) -> d
     return {"median_us": statistics.median(times), "p10_us": deciles[0], "p90_us": deciles[8]}
 
 
+def seconds(call: Callable[[], Any], *, repeats: int) -> dict[str, float]:
+    """Median and slowest of a few long calls, on the host clock."""
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return {"median_s": statistics.median(times), "slowest_s": max(times)}
+
+
 def record(bench: str, impl: str, **figures: Any) -> None:
     """Print one measurement and append it to results/<bench>.jsonl.
 
@@ -60,7 +70,7 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "vllm": None,
-        "git": _output("git", "rev-parse", "--short", "HEAD"),
+        "git": _output("git", "describe", "--always", "--dirty"),
         "date": date.today().isoformat(),
         "command": " ".join(["python", *sys.argv]),
     }

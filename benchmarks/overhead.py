@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from pathlib import Path
 
 import torch
 
@@ -23,11 +24,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=7)
     arguments = parser.parse_args()
 
-    engine = load_engine(arguments.model, device=arguments.device)
+    engine = load_engine(arguments.model, device=arguments.device, dtype=arguments.dtype)
     ids = make_prompt(engine, "Count from one to one hundred in words.").ids
     config = ReSETConfig(t_low=0.1, tau_0=0.55)
 
@@ -57,6 +59,8 @@ def main() -> None:
             record(
                 "overhead",
                 f"transformers_{arguments.device}_{impl}",
+                model=Path(arguments.model).name,
+                dtype=str(engine.model.dtype).removeprefix("torch."),
                 batch=batch,
                 tpot_ms=statistics.median(times) * 1e3,
                 on_over_off=ratio,

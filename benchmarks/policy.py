@@ -8,13 +8,11 @@ Goals: policy + detector for 256 requests <= 1 ms on one CPU core; table of a 15
 
 from __future__ import annotations
 
-import time
-
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from harness import microseconds, record
+from harness import microseconds, record, seconds
 from reset import ReSETConfig, StepDetector, TemperaturePolicy, entropy_nats
 
 CONFIG = ReSETConfig(t_low=0.1, tau_0=0.55)
@@ -39,13 +37,9 @@ def large_tokenizer(size: int) -> PreTrainedTokenizerFast:
 
 def step_table() -> StepDetector:
     tokenizer = large_tokenizer(VOCABULARY)
-    seconds = []
-    for _ in range(3):
-        start = time.perf_counter()
-        detector = StepDetector.from_tokenizer(tokenizer)
-        seconds.append(time.perf_counter() - start)
-    record("policy", "step_table", vocabulary=VOCABULARY, slowest_s=max(seconds))
-    return detector
+    figures = seconds(lambda: StepDetector.from_tokenizer(tokenizer), repeats=5)
+    record("policy", "step_table", vocabulary=VOCABULARY, **figures)
+    return StepDetector.from_tokenizer(tokenizer)
 
 
 def policy_step(detector: StepDetector, requests: int, device: str) -> None:

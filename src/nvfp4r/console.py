@@ -71,7 +71,9 @@ def error_boundary(debug: bool = False) -> Iterator[None]:
     except (ValueError, TypeError, OSError, ImportError) as error:
         if debug:
             raise
-        message = " ".join(str(error).split()) or type(error).__name__
+        # Without a file name the number is noise: "[Errno 28] out: cannot write ..."
+        own = isinstance(error, OSError) and error.filename is None and error.strerror
+        message = " ".join(str(own or error).split()) or type(error).__name__
         text = Text.assemble(("Error: ", "bold red"), message)
         notes().print(text, soft_wrap=True)
         raise typer.Exit(EXIT_REFUSED) from error

@@ -106,8 +106,8 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(
-            f"{path}: no such file, but a checkpoint folder needs one; copy it from the model "
-            "that was quantised"
+            f"{path}: no such file, but the folder of a model needs one; copy it from where the "
+            "model came from"
         ) from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(
@@ -154,17 +154,36 @@ def read_config(folder: Path) -> QuantConfig:
 
 def _parse(block: dict[str, Any], source: Path) -> tuple[str, QuantConfig]:
     """The algorithm's name and the parsed block."""
-    producer = block.get("producer")
-    producer = producer if isinstance(producer, dict) else {}
+    match dialect_of(block):
+        case "modelopt":
+            return _parse_modelopt(block, source, _producer_of(block))
+        case "compressed-tensors":
+            return _parse_compressed_tensors(block, source, _producer_of(block))
+    raise ValueError(
+        f"{source}: quant_method is {block.get('quant_method')!r}; {SUPPORTED}; {_REQUANTISE}"
+    )
+
+
+def dialect_of(block: Mapping[str, Any]) -> Dialect | None:
+    """The dialect that a configuration block belongs to; None for formats of other tools.
+
+    It says nothing about the algorithm: both tools write other formats than NVFP4 as well.
+    """
     method = block.get("quant_method")
-    if method is None and ("quantization" in block or producer.get("name") == "modelopt"):
-        method = "modelopt"
+    written_by = _producer_of(block).get("name")
+    if method is None and ("quantization" in block or written_by == "modelopt"):
+        return "modelopt"
     match str(method).lower().replace("_", "-"):
         case "modelopt" | "modelopt-fp4":
-            return _parse_modelopt(block, source, producer)
+            return "modelopt"
         case "compressed-tensors":
-            return _parse_compressed_tensors(block, source, producer)
-    raise ValueError(f"{source}: quant_method is {method!r}; {SUPPORTED}; {_REQUANTISE}")
+            return "compressed-tensors"
+    return None
+
+
+def _producer_of(block: Mapping[str, Any]) -> dict[str, Any]:
+    producer = block.get("producer")
+    return producer if isinstance(producer, dict) else {}
 
 
 def _parse_modelopt(

@@ -86,7 +86,7 @@ class ReSETConfig:
     def __str__(self) -> str:
         if self.policy == "fixed":
             return f"fixed: T {self.base_temp}"
-        tau = f", tau_0 {self.tau_0} nats" if self.tau_0 is not None else ""
+        tau = f", tau_0 {round(self.tau_0, 4)} nats" if self.tau_0 is not None else ""
         return (
             f"{self.policy}: T_low {self.t_low}, T_high {self.t_high}{tau}, "
             f"window {self.window}, estimator {self.estimator}"

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.generation.streamers import BaseStreamer
@@ -56,18 +57,16 @@ class Engine:
 
 
 def is_nvfp4(folder: Path) -> bool:
-    """True if `folder` is a checkpoint in a format that `nvfp4r` reads or must refuse itself."""
-    from nvfp4r.dialects import CONFIG_KEYS, SIDE_FILE, read_json
+    """True if `folder` is a checkpoint in a format that `nvfp4r` reads or must refuse itself.
 
-    if (folder / SIDE_FILE).exists():
-        return True
-    config_file = folder / "config.json"
-    if not config_file.exists():
-        return False
-    config = read_json(config_file)
+    Raises:
+        ValueError: there is no config.json, or it is not JSON.
+    """
+    from nvfp4r.dialects import CONFIG_FILE, CONFIG_KEYS, SIDE_FILE, dialect_of, read_json
+
+    config = read_json(folder / CONFIG_FILE)
     blocks = [block for key in CONFIG_KEYS if isinstance(block := config.get(key), dict)]
-    ours = ("modelopt", "modelopt_fp4", "compressed-tensors")
-    return any(block.get("quant_method") in ours for block in blocks)
+    return (folder / SIDE_FILE).exists() or any(dialect_of(block) for block in blocks)
 
 
 def load_engine(
@@ -112,10 +111,20 @@ def load_engine(
             "leave it out, or make one with reset-quantize"
         )
     else:
-        loaded = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch_dtype, device_map={"": device}
-        ).eval()
+        loaded = _load_plain(folder, torch_dtype, device)
     return Engine(model, folder, quantisation, loaded, AutoTokenizer.from_pretrained(folder))
+
+
+def _load_plain(folder: Path, dtype: torch.dtype | Literal["auto"], device: str) -> Any:
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map={"": device})
+    except SafetensorError as error:
+        from nvfp4r.shards import ShardedTensors
+
+        # transformers does not say which of the files it is.
+        problems = ShardedTensors(folder).problems or [f"{folder}: {error}"]
+        raise ValueError("; ".join(problems)) from error
+    return model.eval()
 
 
 @dataclass(frozen=True)
@@ -181,7 +190,11 @@ def generate(
     Raises:
         ValueError: an argument is out of range, or logits turn NaN.
     """
-    _check(prompts, max_new_tokens, top_p, on_text)
+    check_sampling(max_new_tokens, top_p, seed)
+    if not prompts:
+        raise ValueError("no prompts; pass at least one")
+    if on_text is not None and len(prompts) != 1:
+        raise ValueError(f"on_text streams one text, but there are {len(prompts)} prompts")
     if seed is None:
         seed = secrets.randbelow(2**31)
     encoded = _pad_left(engine, prompts)
@@ -225,20 +238,18 @@ def answer(engine: Engine, trace: Trace) -> str:
     return decode(engine.tokenizer, ids[:-1] if trace.finish_reason == "stop" else ids)
 
 
-def _check(
-    prompts: Sequence[Prompt],
-    max_new_tokens: int,
-    top_p: float,
-    on_text: Callable[[str], None] | None,
-) -> None:
-    if not prompts:
-        raise ValueError("no prompts; pass at least one")
+def check_sampling(max_new_tokens: int, top_p: float, seed: int | None) -> None:
+    """Refuses arguments of `generate` that can be judged without a model.
+
+    Raises:
+        ValueError: names the argument and its range.
+    """
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p is {top_p}; it must be above 0 and at most 1 (1 keeps all tokens)")
-    if on_text is not None and len(prompts) != 1:
-        raise ValueError(f"on_text streams one text, but there are {len(prompts)} prompts")
+    if seed is not None and not 0 <= seed < 2**63:
+        raise ValueError(f"seed is {seed}; it must be between 0 and 2**63 - 1")
 
 
 def _pad_left(engine: Engine, prompts: Sequence[Prompt]) -> dict[str, Tensor]:

@@ -74,6 +74,10 @@ def test_prompt_from_standard_input(folder):
         ([*POLICY, "--policy", "magic"], "policy is 'magic'"),
         ([*POLICY, "--top-p", "1.5"], "top_p is 1.5"),
         ([*POLICY, "--max-tokens", "0"], "max_new_tokens is 0"),
+        ([*POLICY, "--seed", "-1"], "seed is -1; it must be between 0 and"),
+        ([*POLICY, "--device", "tpu"], "--device is 'tpu', need cpu, cuda or cuda:N"),
+        (["--t-low", "-0.1", "--tau0", "1"], "t_low is -0.1"),
+        (["--t-low", "0.1", "--tau0", "nan"], "tau_0 is nan"),
         ([*POLICY, "--engine", "vllm"], "not part of this release"),
         ([*POLICY, "--engine", "onnx"], "--engine is 'onnx'"),
         (

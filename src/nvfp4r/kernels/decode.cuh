@@ -35,10 +35,10 @@ __device__ __forceinline__ void decode_word(u32 v, u32 (&a)[4]) {
 template <int MODE>
 __device__ __forceinline__ u32 decode_scales(u32 bytes, int half) {
     if (MODE == X_BF16) {
-        // Exponent field E + 218 (bias 127, E = e + 22): value * 2^(218 + 22 - 127 - ...) below.
         const u32 bits = half == 0 ? (bytes & 0x00FF00FFu) * 16u : (bytes & 0xFF00FF00u) >> 4;
-        return bits + 0x6F806F80u;  // field 223 + E: value * 2^(223 + 22 - 127) = value * 2^118
+        return bits + 0x6F806F80u;  // exponent field + 223: value * 2^(223 + 22 - 127) = 2^118
     }
+    // Exponent field as it is: value * 2^(22 - 15) = 2^7.
     return half == 0 ? (bytes & 0x00FF00FFu) << 7 : (bytes & 0xFF00FF00u) >> 1;
 }
 

@@ -1,4 +1,5 @@
-// PTX instructions behind names. No CUDA header is used, so that NVRTC needs none.
+// PTX instructions behind names. No CUDA header is used, so that NVRTC needs none. What a target can
+// do comes as NVFP4R_HAS_* from the table in jit/arch.py.
 #pragma once
 
 typedef unsigned char u8;
@@ -29,19 +30,6 @@ __device__ __forceinline__ u32 mul_bf16x2(u32 a, u32 b) {
 #else  // a * b + (-0)
     asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(0x80008000u));
 #endif
-    return d;
-}
-
-__device__ __forceinline__ u32 max_bf16x2(u32 a, u32 b) {
-    u32 d;
-    asm("max.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-    return d;
-}
-
-// Two floats to two halves; `low` goes to bits 15:0.
-__device__ __forceinline__ u32 pack_f16x2(float low, float high) {
-    u32 d;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
     return d;
 }
 
@@ -100,13 +88,9 @@ __device__ __forceinline__ u32 load_shared_4(u32 address) {
     return r;
 }
 
-__device__ __forceinline__ void store_shared_16(u32 address, const Vec4& r) {
-    asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};"
-                 :: "r"(address), "r"(r.v[0]), "r"(r.v[1]), "r"(r.v[2]), "r"(r.v[3])
-                 : "memory");
-}
-
-// 32 bytes, only where `first < limit`; elsewhere `low` and `high` stay as they are.
+// 32 bytes, only where `first < limit`; elsewhere `low` and `high` stay as they are. A plain load:
+// activations were written by the kernel before, and only a coherent load after
+// wait_for_previous_kernel is sure to see that.
 template <int OFFSET>
 __device__ __forceinline__ void load_global_32_if(Vec4& low, Vec4& high, const void* p, int first,
                                                   int limit) {
@@ -118,56 +102,18 @@ __device__ __forceinline__ void load_global_32_if(Vec4& low, Vec4& high, const v
                  : "l"(p), "r"(first), "r"(limit), "n"(OFFSET), "n"(OFFSET + 16));
 }
 
-// Activations: plain loads. They were written by the kernel before, and only a coherent load
-// after griddepcontrol.wait is sure to see that.
-__device__ __forceinline__ Vec4 load_global_16(const void* p) {
-    Vec4 r;
-    asm volatile("ld.global.v4.b32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r.v[0]), "=r"(r.v[1]), "=r"(r.v[2]), "=r"(r.v[3])
-                 : "l"(p));
-    return r;
-}
-
 // ---- kernel boundaries ------------------------------------------------------------------------
 
 // What follows may start its prologue; it must wait itself before it touches our output.
 __device__ __forceinline__ void launch_dependents() {
-#if __CUDA_ARCH__ >= 900
+#if NVFP4R_HAS_PDL
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
 // Everything that the kernel before wrote is visible after this. A no-op without the attribute.
 __device__ __forceinline__ void wait_for_previous_kernel() {
-#if __CUDA_ARCH__ >= 900
+#if NVFP4R_HAS_PDL
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
-}
-
-// ---- clusters -----------------------------------------------------------------------------------
-
-__device__ __forceinline__ u32 cluster_rank() {
-    u32 r = 0;
-#if __CUDA_ARCH__ >= 900
-    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
-#endif
-    return r;
-}
-
-__device__ __forceinline__ void cluster_barrier() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.arrive.release.aligned;\n"
-                 "barrier.cluster.wait.acquire.aligned;" ::: "memory");
-#endif
-}
-
-// The float at shared address `address` of CTA `rank` of this cluster.
-__device__ __forceinline__ float load_cluster_f32(u32 address, u32 rank) {
-    float r = 0.f;
-#if __CUDA_ARCH__ >= 900
-    u32 remote;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
-    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(r) : "r"(remote) : "memory");
-#endif
-    return r;
 }

@@ -65,6 +65,7 @@ def calibrate(
 
         from reset import engine as hf_engine
 
+        hf_engine.check_sampling(max_tokens, top_p, seed)
         engine = hf_engine.load_engine(model, device=device, dtype=dtype, activations=activations)
         prompts = [hf_engine.make_prompt(engine, problem) for problem in problems]
         traces = []
@@ -101,11 +102,14 @@ def calibrate(
             },
             versions=traces[0].versions,
         )
+        _report(calibration)  # first: what took so long must not be lost to a full disk
         calibration.write(output_file)
-        _report(calibration, output_file)
+        notes().print(f"written: {output_file}; use it as --preset {output_file}")
+        if "t_low" not in calibration.config:
+            notes().print("T_low is not in it: pass --t-low to reset-generate as well")
 
 
-def _report(calibration: Calibration, path: Path) -> None:
+def _report(calibration: Calibration) -> None:
     table = Table("tau_0", "percentile", "problems", "tokens", "truncated")
     table.add_row(
         f"{calibration.config['tau_0']:.4f} nats",
@@ -115,9 +119,6 @@ def _report(calibration: Calibration, path: Path) -> None:
         str(calibration.truncated),
     )
     output().print(table)
-    notes().print(f"written: {path}; use it as --preset {path}")
-    if "t_low" not in calibration.config:
-        notes().print("T_low is not in it: pass --t-low to reset-generate as well")
 
 
 def main() -> None:

@@ -78,6 +78,7 @@ def generate(
         # Imported late: transformers takes seconds, and the checks above need none of it.
         from reset import engine as hf_engine
 
+        hf_engine.check_sampling(max_tokens, top_p, seed)
         loaded = hf_engine.load_engine(model, device=device, dtype=dtype, activations=activations)
         wrapped = hf_engine.make_prompt(loaded, question, system=system, chat=chat)
         if not as_json:

@@ -1,0 +1,85 @@
+// A ring of stages in shared memory: a producer warp fills them by asynchronous copies, consumer
+// warps read them. Each stage has a `full` barrier and, 8 * depth bytes further, an `empty` one.
+//
+// With bulk copies (sm_90 and later) one lane issues a copy a piece; before, all lanes copy 16 bytes
+// at a time. Either way the bytes in flight depend neither on registers nor on where the compiler
+// would have put a load.
+#pragma once
+#include "ptx.cuh"
+
+__device__ constexpr u32 kFullArrivals = NVFP4R_HAS_BULK_COPY ? 1 : 32;
+
+__device__ __forceinline__ void barrier_init(u32 barrier, u32 count) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" :: "r"(barrier), "r"(count) : "memory");
+}
+
+// After barrier_init, before the __syncthreads that publishes it.
+__device__ __forceinline__ void publish_barriers() {
+#if NVFP4R_HAS_BULK_COPY
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+    asm volatile("{\n.reg .b64 s;\nmbarrier.arrive.shared.b64 s, [%0];\n}" :: "r"(barrier)
+                 : "memory");
+}
+
+// Wait until the phase with this parity is complete.
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+    asm volatile("{\n.reg .pred done;\n"
+                 "WAIT:\n"
+#if NVFP4R_HAS_BULK_COPY
+                 "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+#else
+                 "mbarrier.test_wait.parity.shared.b64 done, [%0], %1;\n"
+#endif
+                 "@done bra DONE;\n"
+                 "bra WAIT;\n"
+                 "DONE:\n}" :: "r"(barrier), "r"(parity) : "memory");
+}
+
+// The producer's side. Every lane of its warp calls these with the same arguments.
+struct Producer {
+    int lane;
+    u64 policy;
+
+    __device__ __forceinline__ explicit Producer(int lane_) : lane(lane_), policy(0) {
+#if NVFP4R_HAS_BULK_COPY
+        // Weights are read once: let them leave L2 first.
+        asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+#endif
+    }
+
+    // A stage of `bytes` in all is about to be copied.
+    __device__ __forceinline__ void begin(u32 full, u32 bytes) const {
+#if NVFP4R_HAS_BULK_COPY
+        if (lane == 0)
+            asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+                         :: "r"(full), "r"(bytes) : "memory");
+#endif
+    }
+
+    // Copy a piece of it; source and target are 16-byte aligned, `bytes` is a multiple of 16.
+    __device__ __forceinline__ void copy(u32 full, u32 target, const u8* source, u32 bytes) const {
+#if NVFP4R_HAS_BULK_COPY
+        if (lane == 0)
+            asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+                         ".L2::cache_hint [%0], [%1], %2, [%3], %4;"
+                         :: "r"(target), "l"(source), "r"(bytes), "r"(full), "l"(policy)
+                         : "memory");
+#else
+        for (u32 at = 16 * lane; at < bytes; at += 512)
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
+                         :: "r"(target + at), "l"(source + at) : "memory");
+#endif
+    }
+
+    // All pieces are on their way; `full` completes when they have arrived.
+    __device__ __forceinline__ void end(u32 full) const {
+#if !NVFP4R_HAS_BULK_COPY
+        asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" :: "r"(full) : "memory");
+#endif
+    }
+};

@@ -1,0 +1,206 @@
+"""The small-batch kernel on a GPU against float64 (nvfp4r.reference).
+
+Bound: products are exact, so the error of a sum is that of K float32 additions, truncated rather
+than rounded in the tensor core: at most K * 2^-23 of sum |terms|, in practice far less; then one
+rounding to the output dtype, 2^-8 (bfloat16) or 2^-11 (float16) relative, and alpha's product in
+float32. Checked per element against 2^-8 |y| + K 2^-23 sum |terms| (2^-11 for float16).
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nvfp4r import quantize
+from nvfp4r.format import NVFP4Tensor
+from nvfp4r.ops import linear
+from nvfp4r.packed import pack, pack_
+from nvfp4r.quantize import quantize_activations
+from nvfp4r.reference import dequantize
+
+pytestmark = pytest.mark.gpu
+ORDERS = {"bf16": torch.bfloat16, "f16": torch.float16}
+SHAPES = [
+    (8, 16),
+    (24, 48),
+    (1000, 64),
+    (1024, 192),
+    (8, 448),
+    (24, 3696),
+    (4096, 256),
+    (1024, 5120),
+]
+
+
+def random_weight(N: int, K: int, seed: int = 0) -> NVFP4Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 256, (N, K // 2), generator=generator, dtype=torch.uint8)
+    scale_bytes = torch.randint(1, 127, (N, K // 16), generator=generator, dtype=torch.uint8)
+    alpha = torch.rand(N, generator=generator) * 1e-3 + 1e-4
+    return NVFP4Tensor(codes, scale_bytes.view(torch.float8_e4m3fn), alpha)
+
+
+def run(weight: NVFP4Tensor, x: torch.Tensor, bias=None, input_scale=None) -> torch.Tensor:
+    order = "bf16" if x.dtype == torch.bfloat16 else "f16"
+    packed = pack(weight.to("cuda"), order)
+    move = lambda t: None if t is None else t.cuda()  # noqa: E731
+    args = (packed.tiles, packed.alpha, move(bias), move(input_scale), packed.N, packed.K, order)
+    return linear(x.cuda(), *args)
+
+
+def assert_close(y: torch.Tensor, x: torch.Tensor, weight: NVFP4Tensor, bias=None) -> None:
+    w, x64 = dequantize(weight), x.double().cpu()
+    truth, magnitude = x64 @ w.T, x64.abs() @ w.abs().T
+    if bias is not None:
+        truth = truth + bias.double()
+        magnitude = magnitude + bias.double().abs()
+    rounding = 2**-8 if x.dtype == torch.bfloat16 else 2**-11
+    limit = rounding * truth.abs() + x.shape[-1] * 2**-23 * magnitude + 2**-24
+    error = (y.double().cpu() - truth).abs()
+    assert bool((error <= limit).all()), f"worst excess {(error / limit).max().item():.2f}"
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(("N", "K"), SHAPES)
+def test_k9_shapes_and_every_m(order, N, K):
+    weight = random_weight(N, K)
+    generator = torch.Generator().manual_seed(1)
+    for M in (*range(1, 18), 33, 200):
+        x = torch.randn(M, K, generator=generator).to(ORDERS[order])
+        assert_close(run(weight, x), x, weight)
+
+
+@pytest.mark.parametrize("K", [4096, 12288, 17408, 25600])
+def test_k9_long_rows(K):
+    weight = random_weight(256, K)
+    for M in (1, 8, 16):
+        x = torch.randn(M, K, generator=torch.Generator().manual_seed(M)).bfloat16()
+        assert_close(run(weight, x), x, weight)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_one_hot_rows_read_columns_out_exactly(order):
+    """All codes times all scales: column k of the matrix is the output, exactly representable."""
+    scales = torch.arange(1, 127, dtype=torch.uint8).repeat(2)[:128, None].expand(128, 16)
+    codes = (torch.arange(16, dtype=torch.uint8) * 17).repeat_interleave(8).expand(128, 128)
+    scale = scales.contiguous().view(torch.float8_e4m3fn)
+    weight = NVFP4Tensor(codes.contiguous(), scale, torch.tensor(1.0))
+    x = torch.eye(256)[::17].to(ORDERS[order])  # 16 rows, one in each block of 16
+    y = run(weight, x).double().cpu()
+    assert torch.equal(y, dequantize(weight)[:, ::17].T)
+
+
+@pytest.mark.parametrize("magnitude", [1e-6, 1.0, 1e4, 1e6])
+def test_bf16_range(magnitude):
+    weight = quantize(torch.randn(64, 512, generator=torch.Generator().manual_seed(0)))
+    x = (torch.randn(4, 512, generator=torch.Generator().manual_seed(1)) * magnitude).bfloat16()
+    x[1, 77] *= 1e4  # an outlier channel
+    x[2] = 0
+    y = run(weight, x)
+    assert_close(y, x, weight)
+    assert bool((y[2] == 0).all())
+
+
+def test_a2_rows_keep_their_own_global_scale():
+    base = quantize(torch.randn(16, 64, generator=torch.Generator().manual_seed(0)))
+    gate = NVFP4Tensor(base.codes, base.block_scale, torch.tensor(3.85e-5))
+    up = NVFP4Tensor(base.codes, base.block_scale, torch.tensor(4.83e-5))
+    x = torch.randn(1, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    y = run(NVFP4Tensor.fuse([gate, up]), x).double().cpu()[0]
+    assert ((y[16:] / y[:16]).median() - 1.2545).abs() < 2**-7  # two bf16 roundings
+
+
+def test_a7_nothing_is_read_from_padding():
+    """K = 48: ones everywhere give 48.0 for every M, whatever memory held before."""
+    ones = NVFP4Tensor(
+        torch.full((8, 24), 0x22, dtype=torch.uint8),
+        torch.full((8, 3), 0x38, dtype=torch.uint8).view(torch.float8_e4m3fn),
+        torch.tensor(1.0),
+    )
+    for M in range(1, 17):
+        poison = torch.full((1 << 20,), float("nan"), device="cuda")
+        del poison
+        assert bool((run(ones, torch.ones(M, 48).bfloat16()) == 48.0).all())
+
+
+def test_a11_bias_in_every_path():
+    weight = random_weight(40, 64)
+    bias = torch.arange(1, 41).bfloat16()
+    for M in (1, 8, 64):
+        assert torch.equal(
+            run(weight, torch.zeros(M, 64).bfloat16(), bias).cpu(), bias.expand(M, -1)
+        )
+
+
+def test_k4_alpha_comes_before_the_cast():
+    codes = torch.full((16, 2048), 0x77, dtype=torch.uint8)
+    scale = torch.full((16, 256), 0x58, dtype=torch.uint8).view(torch.float8_e4m3fn)  # 16
+    weight = NVFP4Tensor(codes, scale, torch.tensor(1e-3))
+    y = run(weight, torch.full((1, 4096), 96.0).half())
+    assert y[0].tolist() == pytest.approx([37748.7] * 16, rel=5e-3)
+
+
+def test_k7_a_row_does_not_depend_on_its_neighbours():
+    weight = random_weight(1024, 5120)
+    x = torch.randn(8, 5120, generator=torch.Generator().manual_seed(0)).bfloat16()
+    together = run(weight, x)
+    for M in range(1, 8):
+        assert torch.equal(run(weight, x[:M]), together[:M])
+    for row in (0, 3, 7):
+        assert torch.equal(run(weight, x[row : row + 1])[0], together[row])
+
+
+def test_w4a4_equals_the_quantised_product():
+    weight = random_weight(64, 512)
+    x = torch.randn(3, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
+    scale = (x.float().abs().max() / 2688).float()
+    values, _ = quantize_activations(x, scale)
+    y = run(weight, x, input_scale=scale)
+    scaled = NVFP4Tensor(weight.codes, weight.block_scale, weight.global_scale * scale)
+    assert_close(y, values.bfloat16(), scaled)
+
+
+def test_a12_reload_in_place_and_graph_replay_under_pdl():
+    """1,000 replays of a chain that reuses its buffers are bitwise equal; new weights are seen."""
+    first, second = random_weight(4096, 4096, 1), random_weight(4096, 4096, 2)
+    packed = pack(first.to("cuda"), "bf16")
+    x = torch.randn(1, 4096, generator=torch.Generator().manual_seed(0)).bfloat16().cuda()
+    args = (None, None, 4096, 4096, "bf16")
+
+    def chain() -> torch.Tensor:
+        y = linear(x, packed.tiles, packed.alpha, *args)
+        return linear(y * 1e-2, packed.tiles, packed.alpha, *args)
+
+    chain()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = chain()
+    graph.replay()
+    expected = captured.clone()
+    for _ in range(1000):
+        graph.replay()
+        assert torch.equal(captured, expected)
+    pack_(packed, second.to("cuda"))
+    graph.replay()
+    fresh = pack(second.to("cuda"), "bf16")
+    y = linear(x, fresh.tiles, fresh.alpha, *args)
+    assert torch.equal(captured, linear(y * 1e-2, fresh.tiles, fresh.alpha, *args))
+
+
+def test_a_second_stream_and_torch_compile():
+    weight = random_weight(256, 512)
+    packed = pack(weight.to("cuda"), "bf16")
+    x = torch.randn(2, 512, generator=torch.Generator().manual_seed(0)).bfloat16().cuda()
+    args = (packed.tiles, packed.alpha, None, None, 256, 512, "bf16")
+    expected = linear(x, *args)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        other = linear(x, *args)
+    stream.synchronize()
+    assert torch.equal(other, expected)
+    compiled = torch.compile(lambda t: linear(t, *args), fullgraph=True)
+    assert torch.equal(compiled(x), expected)
+    wide = torch.randn(100, 512, device="cuda").bfloat16()
+    assert torch.equal(compiled(wide), linear(wide, *args))  # D6: the branch is inside the op

@@ -1,0 +1,112 @@
+"""torch.ops.nvfp4r on a CPU: reference semantics, fake kernels, refusals (GPU: test_gpu_linear)."""
+
+import pytest
+import torch
+
+from nvfp4r import quantize
+from nvfp4r.format import NVFP4Tensor
+from nvfp4r.ops import gemv, linear
+from nvfp4r.packed import pack
+from nvfp4r.quantize import quantize_activations
+from nvfp4r.reference import dequantize
+
+DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
+
+
+def example(order: str, M: int = 3, N: int = 40, K: int = 144):
+    generator = torch.Generator().manual_seed(0)
+    weight = quantize(torch.randn(N, K, generator=generator))
+    x = torch.randn(M, K, generator=generator).to(DTYPES[order])
+    bias = torch.randn(N, generator=generator).to(DTYPES[order])
+    packed = pack(weight, order)
+    return weight, x, bias, (packed.tiles, packed.alpha), (N, K, order)
+
+
+def assert_close(y, x, weight, bias):
+    """float32 sums of K exact products, then one rounding to y's dtype."""
+    truth = x.double() @ dequantize(weight).T + bias.double()
+    magnitude = x.double().abs() @ dequantize(weight).abs().T + bias.double().abs()
+    rounding = torch.finfo(y.dtype).eps / 2
+    limit = rounding * truth.abs() + x.shape[-1] * 2**-24 * magnitude
+    assert bool(((y.double() - truth).abs() <= limit).all())
+
+
+@pytest.mark.parametrize("order", DTYPES)
+@pytest.mark.parametrize("M", [1, 16, 17])
+def test_linear_and_gemv_compute_the_reference(order, M):
+    weight, x, bias, stored, sizes = example(order, M)
+    y = linear(x, *stored, bias, None, *sizes)
+    assert y.dtype == x.dtype
+    assert_close(y, x, weight, bias)
+    if M <= 16:
+        assert torch.equal(gemv(x, *stored, bias, None, *sizes), y)
+
+
+def test_leading_dimensions_and_no_tokens():
+    _, x, bias, stored, sizes = example("bf16", 6)
+    flat = linear(x, *stored, bias, None, *sizes)
+    shaped = linear(x.view(2, 3, -1), *stored, bias, None, *sizes)
+    assert torch.equal(shaped.view(6, -1), flat)
+    assert linear(x[:0], *stored, bias, None, *sizes).shape == (0, 40)
+
+
+def test_w4a4_quantises_first():
+    weight, x, bias, stored, sizes = example("bf16")
+    scale = (x.float().abs().max() / 2688).float()
+    values, _ = quantize_activations(x, scale)
+    scaled = NVFP4Tensor(weight.codes, weight.block_scale, weight.global_scale * scale)
+    y = linear(x, *stored, bias, scale, *sizes)
+    assert_close(y, values.bfloat16(), scaled, bias)
+
+
+def test_a11_bias_alone():
+    _, x, _, stored, sizes = example("bf16", 64)
+    bias = torch.arange(1, 41).bfloat16()
+    y = linear(torch.zeros_like(x), *stored, bias, None, *sizes)
+    assert torch.equal(y, bias.expand(64, -1))
+
+
+def test_the_op_survives_opcheck():
+    """Schema, fake kernel and autograd registration, by torch's own checker."""
+    _, x, bias, stored, sizes = example("bf16")
+    arguments = (x, *stored, bias, None, *sizes)
+    torch.library.opcheck(torch.ops.nvfp4r.linear.default, arguments)
+    torch.library.opcheck(torch.ops.nvfp4r.gemv.default, arguments)
+    torch.library.opcheck(torch.ops.nvfp4r.quantize.default, (x, torch.tensor(0.01)))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"x": lambda v: v.half()}, TypeError, r"x has dtype torch.float16.*other order"),
+        ({"x": lambda v: v[:, :128]}, ValueError, r"\[\.\.\., 144\] is needed"),
+        ({"tiles": lambda v: v[:2]}, ValueError, r"tiles is \[2, 2, 1152\]"),
+        ({"tiles": lambda v: v.to(torch.int8)}, ValueError, "tiles is .* torch.uint8 is needed"),
+        ({"tiles": lambda v: v.transpose(0, 1).contiguous().transpose(0, 1)}, ValueError, "contig"),
+        ({"alpha": lambda v: v[:3]}, ValueError, r"alpha is \[3\]"),
+        ({"bias": lambda v: v.float()}, ValueError, "bias is .* torch.bfloat16 is needed"),
+    ],
+)
+def test_bad_tensors_are_named_before_anything_runs(change, error, message):
+    _, x, bias, (tiles, alpha), sizes = example("bf16")
+    tensors = {"x": x, "tiles": tiles, "alpha": alpha, "bias": bias}
+    for name, function in change.items():
+        tensors[name] = function(tensors[name])
+    with pytest.raises(error, match=message):
+        linear(*tensors.values(), None, *sizes)
+
+
+def test_gemv_refuses_many_tokens_and_unknown_orders():
+    _, x, bias, stored, sizes = example("bf16", 17)
+    with pytest.raises(ValueError, match="17 tokens; 1 to 16"):
+        gemv(x, *stored, bias, None, *sizes)
+    with pytest.raises(ValueError, match="order is 'f32'"):
+        linear(x, *stored, bias, None, 40, 144, "f32")
+
+
+def test_a_misaligned_weight_is_refused():
+    _, x, bias, (tiles, alpha), sizes = example("bf16")
+    storage = torch.zeros(tiles.numel() + 1, dtype=torch.uint8)
+    shifted = storage[1:].view(tiles.shape)
+    with pytest.raises(ValueError, match="multiple of 16 bytes"):
+        linear(x, shifted, alpha, bias, None, *sizes)
