@@ -16,6 +16,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,7 @@ import pytest
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 MODEL = Path(__file__).parents[1] / ".cache" / "smollm2-135m"
+DIALECTS = ("modelopt", "compressed-tensors")
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 REQUIRE_GPU = "NVFP4R_REQUIRE_GPU"
 
@@ -97,3 +100,21 @@ def chromium() -> str:
 def smollm2() -> Path:
     """The folder of SmolLM2-135M-Instruct in bfloat16; for tests marked `model`."""
     return MODEL
+
+
+@pytest.fixture(scope="session")
+def smollm2_nvfp4(smollm2, tmp_path_factory) -> dict[str, Path]:
+    """SmolLM2 as W4A16 checkpoints, by dialect; for tests marked `model`."""
+    folder = tmp_path_factory.mktemp("smollm2")
+    for dialect in DIALECTS:
+        flags = ("--model", smollm2, "--output", folder / dialect, "--format", dialect)
+        run_command("reset.cli.quantize", *flags, "--json")
+    return {dialect: folder / dialect for dialect in DIALECTS}
+
+
+def run_command(module: str, *arguments: object) -> str:
+    """Standard output of one of the commands in a process of its own; it has to succeed."""
+    command = [sys.executable, "-m", module, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout

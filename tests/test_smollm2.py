@@ -9,9 +9,6 @@ small for any statement about accuracy; what is tested is that numbers are the r
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,34 +18,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from nvfp4r import NVFP4Linear, NVFP4Tensor, load_checkpoint
 from nvfp4r.hf import load_model, saturation
 from reset.trace import Trace
+from tests.conftest import DIALECTS, run_command
 
 pytestmark = pytest.mark.model
 
 QUESTIONS = Path(__file__).parents[1] / "examples" / "data" / "questions.jsonl"
-DIALECTS = ("modelopt", "compressed-tensors")
 LAYERS, LINEARS_PER_LAYER = 30, 7
-
-
-def command(module: str, *arguments: object) -> str:
-    """Standard output of a command that has to succeed."""
-    done = subprocess.run(
-        [sys.executable, "-m", module, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "COLUMNS": "160"},
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-@pytest.fixture(scope="session")
-def weights_only(smollm2, tmp_path_factory) -> dict[str, Path]:
-    """W4A16 checkpoints by dialect."""
-    folder = tmp_path_factory.mktemp("smollm2")
-    for dialect in DIALECTS:
-        flags = ("--model", smollm2, "--output", folder / dialect, "--format", dialect)
-        command("reset.cli.quantize", *flags, "--json")
-    return {dialect: folder / dialect for dialect in DIALECTS}
 
 
 @pytest.fixture(scope="session")
@@ -56,7 +31,7 @@ def with_activations(smollm2, tmp_path_factory) -> Path:
     """A W4A4 checkpoint, calibrated on the questions of the demo."""
     path = tmp_path_factory.mktemp("smollm2-w4a4") / "model"
     flags = ("--model", smollm2, "--output", path, "--activations", "nvfp4")
-    report = command("reset.cli.quantize", *flags, "--calib-data", QUESTIONS, "--json")
+    report = run_command("reset.cli.quantize", *flags, "--calib-data", QUESTIONS, "--json")
     assert json.loads(report)["calibration"]["samples"] == 6
     return path
 
@@ -77,11 +52,11 @@ def logits(model, ids: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.fixture(scope="session")
-def expected_logits(smollm2, weights_only, token_ids) -> torch.Tensor:
+def expected_logits(smollm2, smollm2_nvfp4, token_ids) -> torch.Tensor:
     """Of the ordinary model that holds the dequantised weights of the ModelOpt checkpoint."""
     model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.bfloat16).eval()
     before = logits(model, token_ids)
-    checkpoint = load_checkpoint(weights_only["modelopt"])
+    checkpoint = load_checkpoint(smollm2_nvfp4["modelopt"])
     replaced = 0
     with torch.no_grad():
         for name, tensor in checkpoint.items():
@@ -98,9 +73,9 @@ def expected_logits(smollm2, weights_only, token_ids) -> torch.Tensor:
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_logits_are_exactly_those_of_the_dequantised_model(
-    weights_only, expected_logits, token_ids, dialect
+    smollm2_nvfp4, expected_logits, token_ids, dialect
 ):
-    model = load_model(weights_only[dialect], activations="none")
+    model = load_model(smollm2_nvfp4[dialect], activations="none")
     assert model.dtype == torch.bfloat16
     linears = [module for module in model.modules() if isinstance(module, NVFP4Linear)]
     assert len(linears) == LAYERS * LINEARS_PER_LAYER
@@ -130,8 +105,8 @@ def test_w4a4_quantises_activations_without_saturating_on_its_own_calibration_te
     assert sum(counts.values()) < 1e-3 * blocks * token_ids.numel()
 
 
-def test_both_dialects_hold_the_same_bits(weights_only):
-    first, second = (load_checkpoint(weights_only[dialect]) for dialect in DIALECTS)
+def test_both_dialects_hold_the_same_bits(smollm2_nvfp4):
+    first, second = (load_checkpoint(smollm2_nvfp4[dialect]) for dialect in DIALECTS)
     assert first.names() == second.names()
     for (name, one), (_, two) in zip(first.items(), second.items(), strict=True):
         if isinstance(one, NVFP4Tensor):
@@ -143,20 +118,20 @@ def test_both_dialects_hold_the_same_bits(weights_only):
             assert torch.equal(one, two), name
 
 
-def test_the_quantised_weights_are_near_their_source(smollm2, weights_only):
+def test_the_quantised_weights_are_near_their_source(smollm2, smollm2_nvfp4):
     """Rounding Gaussian weights to NVFP4 changes them by 0.095 of their norm, and trained weights
     are spread much like that; a wrong scale or a swapped nibble or row changes them far more."""
     source = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
-    for name, tensor in load_checkpoint(weights_only["modelopt"]).items():
+    for name, tensor in load_checkpoint(smollm2_nvfp4["modelopt"]).items():
         if isinstance(tensor, NVFP4Tensor):
             weight = source.get_parameter(name).detach()
             assert (tensor.dequantize() - weight).norm() < 0.1 * weight.norm(), name
 
 
 @pytest.mark.parametrize("kind", [*DIALECTS, "w4a4"])
-def test_inspect_finds_no_problem(weights_only, with_activations, kind):
-    folder = weights_only.get(kind, with_activations)
-    report = json.loads(command("nvfp4r.cli", "inspect", folder, "--json"))
+def test_inspect_finds_no_problem(smollm2_nvfp4, with_activations, kind):
+    folder = smollm2_nvfp4.get(kind, with_activations)
+    report = json.loads(run_command("nvfp4r.cli", "inspect", folder, "--json"))
     assert report["problems"] == []
     assert report["quantised_modules"] == LAYERS * LINEARS_PER_LAYER
     assert report["quantised_bits_per_parameter"] == pytest.approx(4.5, abs=1e-3)
@@ -167,11 +142,11 @@ def test_generate_with_a_trace(with_activations, tmp_path):
     page = tmp_path / "trace.html"
     flags = ("--model", with_activations, "--prompt", "What is 17 times 24? Think step by step.")
     policy = ("--t-low", "0.1", "--tau0", "0.5", "--t-high", "0.6", "--seed", "7")
-    out = command(
-        "reset.cli.generate", *flags, *policy, "--max-tokens", "48", "--trace", page, "--json"
+    out = run_command(
+        "reset.cli.generate", *flags, *policy, "--max-tokens", "24", "--trace", page, "--json"
     )
     trace = Trace.from_json(out)
-    assert 1 < len(trace.tokens) <= 48
+    assert 1 < len(trace.tokens) <= 24
     assert "<|im_start|>user\nWhat is 17 times 24?" in trace.prompt
     assert {round(token.temperature, 6) for token in trace.tokens} == {0.1, 0.6}
     assert all(0 <= token.entropy_nats < 10.8 for token in trace.tokens)  # log 49,152 = 10.80

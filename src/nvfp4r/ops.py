@@ -68,12 +68,12 @@ def linear(
     rows = x.reshape(-1, K)
     plan = None
     if x.is_cuda and rows.shape[0]:
-        facts = _device_facts(x.device.index)
+        facts = device_facts(x.device.index)
         plan = choose_plan(rows.shape[0], N, K, order, facts) if facts else None
     if plan is None or plan.path != "small":
         y = _dense(rows, tiles, alpha, bias, input_scale, N, K, order)
     else:
-        y = _launch(plan, rows, tiles, alpha, bias, input_scale, N, K)
+        y = run_plan(plan, rows, tiles, alpha, bias, input_scale, N, K)
     return y.reshape(*x.shape[:-1], N)
 
 
@@ -102,12 +102,12 @@ def gemv(
     if not x.is_cuda:
         y = _dense(rows, tiles, alpha, bias, input_scale, N, K, order)
     else:
-        facts = _device_facts(x.device.index)
+        facts = device_facts(x.device.index)
         if facts is None:
             target_for(torch.cuda.get_device_capability(x.device))  # raises, with the reason
             raise AssertionError("unreachable: the target was supported after all")
         plan = choose_plan(M, N, K, order, facts)
-        y = _launch(plan, rows, tiles, alpha, bias, input_scale, N, K)
+        y = run_plan(plan, rows, tiles, alpha, bias, input_scale, N, K)
     return y.reshape(*x.shape[:-1], N)
 
 
@@ -169,7 +169,7 @@ def _check(
 
 
 @cache
-def _device_facts(index: int) -> DeviceFacts | None:
+def device_facts(index: int) -> DeviceFacts | None:
     """Of a GPU that the kernels are built for, else None."""
     try:
         target = target_for(torch.cuda.get_device_capability(index))
@@ -182,7 +182,7 @@ def _device_facts(index: int) -> DeviceFacts | None:
     )
 
 
-def _launch(
+def run_plan(
     plan: Plan,
     x: Tensor,
     tiles: Tensor,
@@ -192,6 +192,13 @@ def _launch(
     N: int,
     K: int,
 ) -> Tensor:
+    """Launch the kernel of a plan; the arguments are those of `linear` and are not checked.
+
+    For the ops, and for measurements that compare plans.
+
+    Args:
+        x: [M, K]; the plan was made for this M.
+    """
     if input_scale is not None:
         values, _ = quantize_activations(x, input_scale)
         x = values.to(x.dtype)  # exact: at most 6 significant bits

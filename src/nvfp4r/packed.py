@@ -123,7 +123,8 @@ class PackedWeight:
 def pack(weight: NVFP4Tensor, order: Order, *, name: str = "weight") -> PackedWeight:
     """Puts a matrix into the order of the kernels, on its own device.
 
-    Besides the result it holds a few MiB at a time. Waits for the device, to check the content.
+    Works through a few MiB at a time, after checking the content, which takes about a third of the
+    result's size (more if many block scales are 0) and waits for the device.
 
     Args:
         weight: N outputs, K inputs; validated here. It is not changed and shares no memory with
@@ -195,8 +196,7 @@ def pack_(packed: PackedWeight, weight: NVFP4Tensor, *, name: str = "weight") ->
 def unpack(packed: PackedWeight) -> NVFP4Tensor:
     """Inverse of `pack`: the same codes, block scale bytes and global scales, bit for bit.
 
-    Padding is dropped unread. Besides the result it holds a few MiB at a time. Waits for the
-    device.
+    Padding is dropped unread. Works through a few MiB at a time and waits for the device.
 
     Args:
         packed: N outputs, K inputs.

@@ -1,0 +1,198 @@
+"""NVFP4 linear layers of Qwen3 at small batch, beside vLLM's Marlin kernel and cuBLAS in bf16.
+
+    python benchmarks/linear.py [--tokens 1,2,4,8,16] [--shapes all]
+
+Every call of a CUDA graph reads another copy of the weights, more than 300 MB in all, so that none
+comes from L2. Times are of one call. `nvfp4r` is `torch.ops.nvfp4r.linear`, which launches with
+programmatic dependent launch (its prologue overlaps the call before); `nvfp4r_no_pdl` is the same
+kernel without. Marlin needs vLLM; it is left out, and said so, where vLLM cannot be imported.
+Share of read bandwidth: NVFP4 bytes / time / what summing 2 GiB reaches in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from harness import record
+from nvfp4r.format import NVFP4Tensor
+from nvfp4r.ops import device_facts, linear, run_plan
+from nvfp4r.packed import pack
+from nvfp4r.plan import choose_plan
+
+SHAPES = {
+    "8B qkv": (6144, 4096),
+    "8B o": (4096, 4096),
+    "8B gate_up": (24576, 4096),
+    "8B down": (4096, 12288),
+    "14B qkv": (7168, 5120),
+    "14B o": (5120, 5120),
+    "14B gate_up": (34816, 5120),
+    "14B down": (5120, 17408),
+    "32B qkv": (10240, 5120),
+    "32B o": (5120, 8192),
+    "32B gate_up": (51200, 5120),
+    "32B down": (5120, 25600),
+}
+ROTATED_BYTES = 320_000_000
+Call = Callable[[torch.Tensor], torch.Tensor]
+
+
+def random_weight(N: int, K: int) -> NVFP4Tensor:
+    codes = torch.randint(0, 256, (N, K // 2), dtype=torch.uint8, device="cuda")
+    scales = torch.randint(40, 80, (N, K // 16), dtype=torch.uint8, device="cuda")
+    scale = torch.tensor(1e-3, device="cuda")
+    return NVFP4Tensor(codes, scales.view(torch.float8_e4m3fn), scale)
+
+
+def graph_us(calls: list[Call], x: torch.Tensor, repeats: int = 15) -> dict[str, float]:
+    """Microseconds per call of a graph that runs every call once: median, 10th, 90th percentile."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        calls[0](x)
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for call in calls:
+                call(x)
+    for _ in range(3):
+        graph.replay()
+    times = []
+    for _ in range(repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(3):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / 3 / len(calls))
+    times.sort()
+    return {
+        "median_us": times[repeats // 2],
+        "p10_us": times[repeats // 10],
+        "p90_us": times[-1 - repeats // 10],
+    }
+
+
+def read_bandwidth() -> float:
+    """TB/s of summing 2 GiB."""
+    data = torch.randn(1 << 29, device="cuda")
+    return data.nbytes / graph_us([lambda _: data.sum()], data)["median_us"] / 1e6
+
+
+def ours(weights: list[NVFP4Tensor], M: int, pdl: bool) -> list[Call]:
+    calls: list[Call] = []
+    for weight in weights:
+        packed = pack(weight, "bf16")
+        sizes = (packed.N, packed.K)
+        stored = (packed.tiles, packed.alpha, None, None)
+        if pdl:
+            calls.append(lambda x, a=(*stored, *sizes, "bf16"): linear(x, *a))
+        else:
+            facts = device_facts(torch.cuda.current_device())
+            plan = choose_plan(M, *sizes, "bf16", facts)
+            if plan.path != "small":
+                return []
+            plan = replace(plan, pdl=False)
+            calls.append(lambda x, a=(*stored, *sizes), p=plan: run_plan(p, x, *a))
+    return calls
+
+
+def marlin(weights: list[NVFP4Tensor]) -> list[Call]:
+    """vLLM's stock path for NVFP4 on GPUs without FP4 units; [] without vLLM."""
+    try:
+        from vllm.model_executor.layers.quantization.utils import marlin_utils_fp4 as fp4
+    except ImportError:
+        return []
+    calls: list[Call] = []
+    for weight in weights:
+        N, K = weight.shape
+        layer = torch.nn.Module()
+        layer.params_dtype = torch.bfloat16
+        layer.output_size_per_partition, layer.input_size_per_partition = N, K
+        for name, value in (
+            ("weight", weight.codes),
+            ("weight_scale", weight.block_scale),
+            ("weight_global_scale", weight.global_scale),
+        ):
+            setattr(layer, name, torch.nn.Parameter(value, requires_grad=False))
+        fp4.prepare_fp4_layer_for_marlin(layer)
+        calls.append(lambda x, v=layer, n=N, k=K: _apply_marlin(fp4, v, x, n, k))
+    return calls
+
+
+def _apply_marlin(fp4: Any, layer: Any, x: torch.Tensor, N: int, K: int) -> torch.Tensor:
+    return fp4.apply_fp4_marlin_linear(
+        input=x,
+        weight=layer.weight,
+        weight_scale=layer.weight_scale,
+        weight_global_scale=layer.weight_global_scale,
+        workspace=layer.workspace,
+        size_n=N,
+        size_k=K,
+    )
+
+
+def check(name: str, call: Call, weight: NVFP4Tensor, x: torch.Tensor) -> None:
+    """Relative error per row against float64, before anything is timed."""
+    truth = x.double() @ weight.dequantize(torch.float32).double().T
+    error = ((call(x).double() - truth).norm(dim=1) / truth.norm(dim=1)).max().item()
+    if not error < 2**-7:
+        raise AssertionError(f"{name}: relative error {error}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", default="1,2,4,8,16")
+    parser.add_argument("--shapes", default="all", help="comma-separated names, or all")
+    arguments = parser.parse_args()
+    names = list(SHAPES) if arguments.shapes == "all" else arguments.shapes.split(",")
+    tokens = [int(value) for value in arguments.tokens.split(",")]
+    read = read_bandwidth()
+    record("linear", "read", tb_per_s=read)
+    ratios: dict[int, list[float]] = {M: [] for M in tokens}
+    for name in names:
+        N, K = SHAPES[name]
+        stored_bytes = N * K * 9 // 16
+        copies = max(3, math.ceil(ROTATED_BYTES / stored_bytes))
+        weights = [random_weight(N, K) for _ in range(copies)]
+        dense_copies = max(2, math.ceil(ROTATED_BYTES / (N * K * 2)))
+        dense = [w.dequantize(torch.bfloat16) for w in weights[:dense_copies]]
+        bf16: list[Call] = [lambda x, w=w: F.linear(x, w) for w in dense]
+        stock = marlin(weights)
+        for M in tokens:
+            x = torch.randn(M, K, device="cuda").bfloat16()
+            times = {}
+            for impl, calls in (
+                ("nvfp4r", ours(weights, M, pdl=True)),
+                ("nvfp4r_no_pdl", ours(weights, M, pdl=False)),
+                ("marlin", stock),
+                ("bf16", bf16),
+            ):
+                if not calls:
+                    continue
+                check(f"{name} {impl}", calls[0], weights[0], x)
+                figures = graph_us(calls, x)
+                times[impl] = figures["median_us"]
+                size = N * K * 2 if impl == "bf16" else stored_bytes
+                speed = size / times[impl] / 1e6
+                if speed > 1.05 * read:
+                    raise AssertionError(f"{name} {impl}: {speed:.2f} TB/s exceeds the memory")
+                figures |= {"tb_per_s": speed, "of_read": speed / read}
+                record("linear", impl, shape=name, M=M, N=N, K=K, **figures)
+            if "marlin" in times:
+                ratios[M].append(times["marlin"] / times["nvfp4r"])
+    for M, values in ratios.items():
+        if values:
+            mean = math.exp(sum(map(math.log, values)) / len(values))
+            record("linear", "over_marlin", M=M, geometric_mean=mean, worst=min(values))
+
+
+if __name__ == "__main__":
+    main()
