@@ -31,16 +31,6 @@ struct LinearArgs {
 __device__ constexpr int kTileBytes = 1152;  // 16 rows x 128 columns: 2 x 512 codes, 128 scales
 __device__ constexpr int kUnitBytes = 2 * kTileBytes;
 
-template <int MODE>
-__device__ __forceinline__ void store_output(const LinearArgs& p, int token, int row, float sum) {
-    if (row >= p.N) return;
-    float alpha = p.alpha[row];
-    if (p.input_scale) alpha *= *p.input_scale;
-    float v = sum * kDecodeFactor<MODE> * alpha;
-    if (p.bias) v += MODE == X_BF16 ? bf16_to_f32(p.bias[row]) : f16_to_f32(p.bias[row]);
-    p.y[(u64)token * p.N + row] = MODE == X_BF16 ? f32_to_bf16(v) : f32_to_f16(v);
-}
-
 // One 16 x 64 half tile: 4 words and 2 scales a lane, NT x 8 tokens.
 template <int MODE, int NT>
 __device__ __forceinline__ void multiply_half(float (&acc)[NT][4], const Vec4& words, u32 scales,
@@ -151,9 +141,18 @@ __device__ __forceinline__ void linear_small(const LinearArgs& p) {
     u32 scales_at = base + warp * kUnitBytes + 1024 + 4 * lane;
     keep(words_at);
     keep(scales_at);
+    const float input_scale = p.input_scale ? *p.input_scale : 1.f;
     u32 stage = 0, barrier = full, parity = 0;
     const u32 ring_bytes = p.depth * kStageBytes;
     for (int tile = tile0; tile < tile1; tile++) {
+        // Scale and bias of the row that this thread will finish: asked for now, as their latency
+        // would stand at the very end of the kernel.
+        const int row = tile * 16 + (threadIdx.x & 15);
+        float alpha = 0.f, bias = 0.f;
+        if (row < p.N) {
+            alpha = p.alpha[row];
+            if (p.bias) bias = MODE == X_BF16 ? bf16_to_f32(p.bias[row]) : f16_to_f32(p.bias[row]);
+        }
         float acc[NT][4] = {};
         auto multiply_block = [&](int k) {
             const u32 at = stage + k * kTileBytes;
@@ -219,7 +218,9 @@ __device__ __forceinline__ void linear_small(const LinearArgs& p) {
             float sum = 0.f;
 #pragma unroll
             for (int w = 0; w < W; w++) sum += buffer[w * outputs + i];
-            store_output<MODE>(p, i / 16, tile * 16 + (i & 15), sum);
+            const float v = fmaf(sum * kDecodeFactor<MODE>, alpha * input_scale, bias);
+            if (row < p.N)  // 32 W is a multiple of 16: i & 15 is threadIdx.x & 15
+                p.y[(u64)(i / 16) * p.N + row] = MODE == X_BF16 ? f32_to_bf16(v) : f32_to_f16(v);
         }
     }
 }
