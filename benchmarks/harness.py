@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import date
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -69,11 +70,18 @@ def machine() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "vllm": None,
+        "vllm": _version("vllm"),
         "git": _output("git", "describe", "--always", "--dirty"),
         "date": date.today().isoformat(),
         "command": " ".join(["python", *sys.argv]),
     }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _cpu_name() -> str:

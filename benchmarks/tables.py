@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from table_linear import linear_table
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENT = ROOT / "docs" / "performance.md"
@@ -49,7 +51,13 @@ def quantise_command(line: Line) -> str:
 
 
 def added(line: Line) -> str:
-    return f"{line['tpot_ms']:.1f} ms a token, {100 * (line['on_over_off'] - 1):+.1f} %"
+    ratios = (line[name] for name in ("on_over_off", "lowest_ratio", "highest_ratio"))
+    median, low, high = (f"{100 * (ratio - 1):+.1f} %" for ratio in ratios)
+    own = line["processor_ms"]
+    return (
+        f"{line['tpot_ms']:.1f} ms a token, {own:.2f} of them in the processor "
+        f"({100 * own / line['tpot_ms']:.1f} %); pairs {median} ({low} to {high})"
+    )
 
 
 def plain(line: Line) -> str:
@@ -144,13 +152,15 @@ def render(document: str) -> str:
     Raises:
         ValueError: a table has no place in the document, or there is no measurement for a row.
     """
-    for bench in TABLES:
+    tables = {bench: table(bench) for bench in TABLES}
+    tables["linear"] = linear_table(read_lines("linear"))
+    for bench, text in tables.items():
         begin, end = f"<!-- begin: {bench} -->\n", f"<!-- end: {bench} -->"
         before, found_begin, rest = document.partition(begin)
         _, found_end, after = rest.partition(end)
         if not (found_begin and found_end):
             raise ValueError(f"the document has no place for {bench}; add {begin.strip()} {end}")
-        document = f"{before}{begin}{table(bench)}\n{end}{after}"
+        document = f"{before}{begin}{text}\n{end}{after}"
     return document
 
 

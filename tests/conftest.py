@@ -24,6 +24,8 @@ import pytest
 
 # Read when huggingface_hub is imported: no test may depend on what a hub says today.
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Read when torch is imported: on a busy machine two threads are many times slower than one.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 MODEL = Path(__file__).parents[1] / ".cache" / "smollm2-135m"
 DIALECTS = ("modelopt", "compressed-tensors")

@@ -19,6 +19,7 @@ import torch
 
 import nvfp4r
 from nvfp4r.format import E2M1_VALUES, E4M3_MAX
+from nvfp4r.jit import UnsupportedGPUError, target_for
 from nvfp4r.quantize import quantize
 
 DISTRIBUTION = "reset-decoding"
@@ -123,7 +124,7 @@ def diagnose() -> Diagnosis:
         driver=driver,
         gpus=gpus,
         cuda_warnings=cuda_warnings,
-        parts=(*basics, _gpu_part(gpus, driver), *_missing_parts(), _fp4_part(gpus)),
+        parts=(*basics, _gpu_part(gpus, driver), _kernel_part(gpus), _vllm_part(), _fp4_part(gpus)),
         basics_work=all(part.runs for part in basics),
     )
 
@@ -157,7 +158,7 @@ def _transformers_part(packages: tuple[Package, ...]) -> Part:
 def _gpu_part(gpus: tuple[Gpu, ...], driver: str | None) -> Part:
     name = "the same on a GPU, with dequantised weights"
     if gpus:
-        return Part(name, True, "torch computes on it; this saves no memory traffic.")
+        return Part(name, True, "torch computes on it; this alone saves no memory traffic.")
     if torch.version.cuda is None:
         seen = f"an NVIDIA driver ({driver}) is here, but " if driver else ""
         reason = f"{seen}torch is built without CUDA; install a CUDA build to use a GPU."
@@ -170,16 +171,23 @@ def _gpu_part(gpus: tuple[Gpu, ...], driver: str | None) -> Part:
     )
 
 
-def _missing_parts() -> tuple[Part, ...]:
-    version = nvfp4r.__version__
-    return (
-        Part("vLLM plug-in", False, f"Not in this release: {version} does not implement it yet."),
-        Part(
-            "CUDA kernels for small batches",
-            False,
-            f"Not in this release: {version} does not implement them yet.",
-        ),
-    )
+def _kernel_part(gpus: tuple[Gpu, ...]) -> Part:
+    name = "CUDA kernels for small batches (torch.ops.nvfp4r)"
+    if not gpus:
+        return Part(name, False, "There is no GPU; on a CPU the same ops compute the reference.")
+    try:
+        target = target_for(gpus[0].capability)
+    except UnsupportedGPUError as error:
+        return Part(name, False, str(error))
+    if _version("cuda-bindings") is None:
+        return Part(name, False, f"Install the compiler: pip install '{DISTRIBUTION}[gpu]'.")
+    used = "used by the ops, and by load_model(..., packed=True)"
+    return Part(name, True, f"Compiled for {target.sm} on first use; {used}.")
+
+
+def _vllm_part() -> Part:
+    reason = f"Not in this release: {nvfp4r.__version__} does not implement it yet."
+    return Part("vLLM plug-in", False, reason)
 
 
 def _fp4_part(gpus: tuple[Gpu, ...]) -> Part:

@@ -96,9 +96,12 @@ def unpack_codes(packed: Tensor) -> Tensor:
 
 
 def e2m1_table(device: torch.device) -> Tensor:
-    """[16] float32, the value of every code; does not wait for the device."""
-    magnitudes = torch.tensor(E2M1_VALUES, dtype=torch.float32)
-    return torch.cat((magnitudes, -magnitudes)).to(device, non_blocking=True)
+    """[16] float32, the value of every code; made on the device, so a CUDA graph may capture it."""
+    code = torch.arange(16, device=device)
+    exponent, mantissa = code >> 1 & 3, (code & 1).float()
+    normal = torch.ldexp(1 + 0.5 * mantissa, exponent - 1)
+    magnitude = torch.where(exponent == 0, 0.5 * mantissa, normal)
+    return torch.where(code >= 8, -magnitude, magnitude)
 
 
 def decode_e2m1(codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -1,8 +1,9 @@
 """NVFP4 checkpoints as transformers models, on a CPU or a GPU, without a quantiser package.
 
 The model is built without memory for its weights; the checkpoint then streams through it tensor by
-tensor, each going to its place once. This module knows transformers; reading files is
-checkpoint.py's business, arithmetic that of linear.py.
+tensor, each going to its place once; on a GPU each quantised matrix is packed for the kernels as
+it arrives. This module knows transformers; reading files is checkpoint.py's business, arithmetic
+that of linear.py.
 
 Experts that transformers fuses into one parameter (mixture-of-experts models) are not linear layers
 and are refused. KV-cache scales are not used: the cache keeps the model's dtype.
@@ -31,7 +32,8 @@ from transformers import (
 from nvfp4r.checkpoint import NVFP4Checkpoint, load_checkpoint
 from nvfp4r.dialects import CONFIG_FILE, Activations
 from nvfp4r.format import NVFP4Tensor
-from nvfp4r.linear import NVFP4Linear
+from nvfp4r.jit import UnsupportedGPUError, load_module
+from nvfp4r.linear import ORDERS, NVFP4Linear
 
 _log = logging.getLogger(__name__)
 
@@ -49,11 +51,15 @@ def load_model(
     dtype: torch.dtype | Literal["auto"] = "auto",
     activations: ActivationChoice = "checkpoint",
     keep_dequantized: bool = True,
+    packed: bool | None = False,
 ) -> PreTrainedModel:
     """Loads an NVFP4 checkpoint of either dialect as a transformers causal language model.
 
-    With activations off, its logits are those of the ordinary model on the dequantised weights, bit
-    for bit. Save such a model with `nvfp4r.save_checkpoint`, not with `save_pretrained`.
+    With activations off and nothing packed, its logits are those of the ordinary model on the
+    dequantised weights, bit for bit. A packed model (see `packed`) differs in rounding only: its
+    products with the 4-bit weights are exact, its sums float32, and each result is rounded once,
+    whereas the dequantised model rounds each weight to `dtype` first. Save a model of either kind
+    with `nvfp4r.save_checkpoint`, not with `save_pretrained`.
 
     Args:
         path: checkpoint folder.
@@ -63,7 +69,15 @@ def load_model(
         activations: "checkpoint" does what the checkpoint says; "none" leaves activations alone;
             "nvfp4" emulates 4-bit ones and needs a checkpoint with input scales.
         keep_dequantized: keep each dequantised matrix after first use (as fast as an ordinary
-            model, for 2 or 4 bytes per weight on top); otherwise dequantise in every call.
+            model, for 2 or 4 bytes per weight on top); otherwise dequantise in every call. Without
+            meaning in a packed model, which keeps none.
+        packed: hold quantised weights once, in the order of the CUDA kernels, 0.56 bytes each
+            (`NVFP4Linear.pack_`). False, the default until packed models have been measured as a
+            whole, leaves them as they are. None packs on CUDA in bfloat16 or float16, unless the
+            kernels are not built for the GPU or NVRTC or cuda-bindings are missing, which one
+            warning says. True packs on any device (on a CPU it saves memory, not time) or raises.
+            The kernels are compiled, once per machine, and loaded before any weight is read. They
+            serve up to 16 tokens at a time; with more, as in a prompt, each call unpacks the matrix.
 
     Returns:
         The model in eval mode, parameters without gradients, tied weights tied, `NVFP4Linear` in
@@ -71,8 +85,12 @@ def load_model(
 
     Raises:
         ValueError: an unusable checkpoint (see `load_checkpoint`), a model type that transformers
-            does not know, activations that the checkpoint has no scales for, or parameters that do
-            not fit the model; names them.
+            does not know, activations that the checkpoint has no scales for, parameters that do
+            not fit the model, or `packed` in a dtype that has no kernels; names them.
+        ImportError: `packed` is True on CUDA, and cuda-bindings or NVRTC is missing.
+        UnsupportedGPUError: `packed` is True, and the kernels are not built for this GPU.
+        CompileError, RuntimeError: the kernels were not compiled or not loaded
+            (`nvfp4r.jit.load_module`); `packed=False` needs none.
 
     Example:
         >>> model = load_model("Qwen3-8B-NVFP4", device="cuda")            # doctest: +SKIP
@@ -91,6 +109,7 @@ def load_model(
     device = torch.device(device)
     model = _empty_model(checkpoint, dtype)
     ignored, missing = _match_names(model, checkpoint)
+    packing_dtype = _packing_dtype(packed, device, model.dtype)
     for name, tensor in checkpoint.items():
         if name in ignored:
             continue
@@ -106,9 +125,12 @@ def load_model(
                 keep_dequantized=keep_dequantized,
                 name=module,
             )
+            if packing_dtype is not None:
+                layer.pack_(packing_dtype)
             model.set_submodule(module, layer)
         else:
             _assign(model, name, tensor, device)
+        del tensor  # before the next one is read: one unpacked matrix at a time
     _tie(model, missing, checkpoint.modules)
     # Left are buffers that the model computes itself, such as rotary frequencies.
     nn.Module.to(model, device)
@@ -144,6 +166,33 @@ def _resolve_activations(checkpoint: NVFP4Checkpoint, wanted: ActivationChoice) 
             "activations='none'"
         )
     return wanted
+
+
+def _packing_dtype(
+    packed: bool | None, device: torch.device, dtype: torch.dtype
+) -> torch.dtype | None:
+    """What to pack layers for, None to leave them as they are; on CUDA the kernels are loaded."""
+    if packed is False or (packed is None and (device.type != "cuda" or dtype not in ORDERS)):
+        return None
+    if dtype not in ORDERS:
+        raise ValueError(
+            f"packed is True and dtype {dtype}, need one of {list(ORDERS)}; leave packed out, or "
+            "choose another dtype"
+        )
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        try:
+            load_module(index)  # now, so that neither the first token nor a capture waits for it
+        except (ImportError, UnsupportedGPUError) as error:
+            if packed:
+                raise
+            _log.warning(
+                "weights are dequantised on %s, as the NVFP4 kernels do not run there: %s",
+                device,
+                error,
+            )
+            return None
+    return dtype
 
 
 def _empty_model(

@@ -4,13 +4,16 @@ Without activation quantisation it computes what `torch.nn.Linear` computes with
 matrix, bit for bit. With it (W4A4) it emulates the tensor-core product: exact E2M1 x E4M3 values on
 both sides, float32 accumulation, scales and bias in float32, one rounding to the output dtype.
 
-This module knows nothing of models or files; hf.py places these layers.
+A layer may be packed: then it holds the weight once, in the order of the CUDA kernels, and leaves
+the arithmetic to the ops, on every device.
+
+This module knows nothing of models or files; hf.py places these layers. Nor of kernels: ops.py
+chooses them.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -20,7 +23,16 @@ from torch import Tensor, nn
 
 from nvfp4r.dialects import Activations
 from nvfp4r.format import NVFP4Tensor
+from nvfp4r.linear_checks import check_same_part, check_vectors
+from nvfp4r.ops import linear as linear_op
+from nvfp4r.ops import quantize as quantize_op
+from nvfp4r.packed import Order, PackedWeight, pack, pack_, unpack
 from nvfp4r.quantize import quantize_activations
+
+ORDERS: dict[torch.dtype, Order] = {torch.bfloat16: "bf16", torch.float16: "f16"}
+"""What a layer can be packed for: dtypes of activations, and the order of the tiles for each."""
+
+_PACKING = "packing"  # key in the metadata of a state dict
 
 _log = logging.getLogger(__name__)
 
@@ -33,6 +45,13 @@ class NVFP4Linear(nn.Module):
     Casting the module (`.to(torch.float16)`) casts the bias alone: the stored weight keeps its
     dtypes, and the matrix is dequantised to the dtype of `x`.
 
+    `pack_` makes it a packed layer, which holds 0.56 bytes per weight and no dequantised copy, and
+    computes with `torch.ops.nvfp4r.linear`: on a GPU that the kernels are built for, up to 16
+    tokens read nothing but the packed weight. Its results are exact products of `x` and the 4-bit
+    weights, float32 sums, scales and bias in float32, one rounding; without `pack_`, W4A16 rounds
+    each weight to the dtype of `x` first. The two differ by these roundings alone. No gradients
+    flow through a packed layer.
+
     Args:
         weight: N outputs, K inputs; validated here.
         bias: [N] floating point, or None.
@@ -40,10 +59,14 @@ class NVFP4Linear(nn.Module):
         activations: "none" (W4A16) or "nvfp4" (W4A4, static `input_scale`).
         keep_dequantized: keep the matrix after first use, in the dtype of `x` ("none") or in
             float32 ("nvfp4"), for 2 or 4 bytes per weight; otherwise dequantise in every call.
+            Without meaning once the layer is packed.
         name: what logs and errors call the layer.
 
     Attributes:
         saturated_blocks: int64 [], blocks of 16 activations that were clipped so far.
+        packed_dtype: what the layer is packed for, torch.bfloat16 or torch.float16; None if it is
+            not. Buffers `tiles` and `alpha` (docs/layout.md) then take the place of `codes`,
+            `block_scale` and `global_scale`, in state dicts too.
 
     Raises:
         TypeError: `bias` or `input_scale` of a wrong dtype.
@@ -56,11 +79,16 @@ class NVFP4Linear(nn.Module):
         >>> layer(torch.full((2, 32), 0.5))
         tensor([[16.],
                 [16.]])
+        >>> layer.pack_(torch.bfloat16)
+        >>> layer(torch.full((1, 32), 0.5, dtype=torch.bfloat16))
+        tensor([[16.]], dtype=torch.bfloat16)
     """
 
     codes: Tensor
     block_scale: Tensor
     global_scale: Tensor
+    tiles: Tensor
+    alpha: Tensor
     input_scale: Tensor | None
     saturated_blocks: Tensor
 
@@ -89,7 +117,7 @@ class NVFP4Linear(nn.Module):
         self.out_features, self.in_features = weight.shape
         self.activations = activations
         self.keep_dequantized = keep_dequantized
-        self._check_vectors(bias, input_scale)
+        check_vectors(self.name, self.out_features, bias, input_scale)
         self.register_buffer("codes", weight.codes)
         self.register_buffer("block_scale", weight.block_scale)
         self.register_buffer("global_scale", weight.global_scale)
@@ -102,17 +130,24 @@ class NVFP4Linear(nn.Module):
             persistent=False,
         )
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        self.packed_dtype: torch.dtype | None = None
         self._matrix: Tensor | None = None  # the dequantised copy, derived from the buffers
 
     @property
     def weight(self) -> NVFP4Tensor:
-        """The stored matrix; shares memory with the buffers."""
+        """The stored matrix; shares memory with the buffers.
+
+        A packed layer unpacks it anew, bit for bit, and waits for the device.
+        """
+        if self.packed_dtype is not None:
+            return unpack(self._packed_weight(self.packed_dtype))
         return NVFP4Tensor(self.codes, self.block_scale, self.global_scale)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., K] bfloat16, float16 or float32 -> [..., N] of the same dtype.
 
         Raises:
+            TypeError: the layer is packed, and for another dtype than that of `x`.
             ValueError: the last dimension of `x` is not K.
         """
         if x.ndim == 0 or x.shape[-1] != self.in_features:
@@ -120,6 +155,8 @@ class NVFP4Linear(nn.Module):
                 f"{self.name}: x has shape {list(x.shape)}, need [..., {self.in_features}]"
             )
         input_scale = self.input_scale if self.activations == "nvfp4" else None
+        if self.packed_dtype is not None:
+            return self._forward_packed(x, input_scale, self.packed_dtype)
         if input_scale is None:
             bias = None if self.bias is None else self.bias.to(x.dtype)
             return F.linear(x, self._dequantized(x.dtype), bias)
@@ -134,13 +171,44 @@ class NVFP4Linear(nn.Module):
             y += self.bias.float()
         return y.to(x.dtype)
 
+    def pack_(self, dtype: torch.dtype) -> None:
+        """Replaces the stored weight by its packed form, for activations of one dtype.
+
+        The old buffers and the dequantised copy are dropped, so a CUDA graph that was captured
+        before must not be replayed. Works on any device and waits for it. A state dict of a packed
+        layer goes into layers packed alike; one that lost its `_metadata` is not checked for that.
+
+        Args:
+            dtype: torch.bfloat16 or torch.float16, that of every `x` from now on.
+
+        Raises:
+            TypeError: another dtype, or a layer that is packed already.
+            ValueError: the weight has become unsound (`NVFP4Tensor.validate`).
+        """
+        if dtype not in ORDERS:
+            raise TypeError(
+                f"{self.name}: got {dtype} to pack for, need one of {list(ORDERS)}; a layer for "
+                "other activations stays unpacked"
+            )
+        if self.packed_dtype is not None:
+            raise TypeError(
+                f"{self.name}: is packed for {self.packed_dtype} already, need one that is not; "
+                "build a new layer from .weight to pack it for another dtype"
+            )
+        packed = pack(self.weight, ORDERS[dtype], name=self.name)
+        del self.codes, self.block_scale, self.global_scale
+        self.register_buffer("tiles", packed.tiles)
+        self.register_buffer("alpha", packed.alpha)
+        self.packed_dtype = dtype
+        self._matrix = None
+
     def load_(
         self, weight: NVFP4Tensor, bias: Tensor | None = None, input_scale: Tensor | None = None
     ) -> None:
         """Replaces weight, bias and input scale in place and resets the saturation counter.
 
-        What the layer holds has to come anew: nothing of the old layer survives. Checked before
-        anything is written.
+        What the layer holds has to come anew: nothing of the old layer survives. A packed layer
+        stays packed. Checked before anything is written.
 
         Args:
             weight: of the same shape; validated here.
@@ -157,26 +225,22 @@ class NVFP4Linear(nn.Module):
                 f"{self.name}: new weight has [N, K] {list(weight.shape)}, need "
                 f"{[self.out_features, self.in_features]}"
             )
-        if weight.global_scale.ndim > self.global_scale.ndim:
+        if self.packed_dtype is None and weight.global_scale.ndim > self.global_scale.ndim:
             raise ValueError(
                 f"{self.name}: new weight has one global_scale per row, this layer holds one for "
                 "the matrix and is written in place; build a new layer instead"
             )
-        for field, old, new in (
-            ("bias", self.bias, bias),
-            ("input_scale", self.input_scale, input_scale),
-        ):
-            if (old is None) != (new is None):
-                got, has = ("none", "one") if new is None else ("one", "none")
-                raise ValueError(
-                    f"{self.name}: got {got} as new {field}, but the layer has {has}; pass what "
-                    "the layer holds, or build a new layer"
-                )
-        self._check_vectors(bias, input_scale)
+        check_same_part(self.name, "bias", self.bias, bias)
+        check_same_part(self.name, "input_scale", self.input_scale, input_scale)
+        check_vectors(self.name, self.out_features, bias, input_scale)
         with torch.no_grad():
-            self.codes.copy_(weight.codes)
-            self.block_scale.copy_(weight.block_scale)
-            self.global_scale.copy_(weight.global_scale)
+            if self.packed_dtype is not None:
+                target = self._packed_weight(self.packed_dtype)
+                pack_(target, weight.to(target.device), name=self.name)
+            else:
+                self.codes.copy_(weight.codes)
+                self.block_scale.copy_(weight.block_scale)
+                self.global_scale.copy_(weight.global_scale)
             if self.bias is not None and bias is not None:
                 self.bias.copy_(bias)
             if self.input_scale is not None and input_scale is not None:
@@ -200,34 +264,37 @@ class NVFP4Linear(nn.Module):
         return count
 
     def extra_repr(self) -> str:
+        if self.packed_dtype is None:
+            packed, kept = "", f", keep_dequantized={self.keep_dequantized}"
+        else:
+            packed, kept = f" packed for {self.packed_dtype}", ""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.bias is not None}, weight=NVFP4, activations={self.activations}, "
-            f"keep_dequantized={self.keep_dequantized}"
+            f"bias={self.bias is not None}, weight=NVFP4{packed}, "
+            f"activations={self.activations}{kept}"
         )
 
-    def _check_vectors(self, bias: Tensor | None, input_scale: Tensor | None) -> None:
-        if bias is not None:
-            if not bias.is_floating_point():
-                raise TypeError(f"{self.name}: bias has dtype {bias.dtype}, need floating point")
-            if tuple(bias.shape) != (self.out_features,):
-                raise ValueError(
-                    f"{self.name}: bias has shape {list(bias.shape)}, need [{self.out_features}]"
-                )
+    def _packed_weight(self, dtype: torch.dtype) -> PackedWeight:
+        return PackedWeight(
+            self.tiles, self.alpha, self.out_features, self.in_features, ORDERS[dtype]
+        )
+
+    def _forward_packed(self, x: Tensor, input_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+        if x.dtype != dtype:
+            raise TypeError(
+                f"{self.name}: x has dtype {x.dtype}, need {dtype}, which the weight is packed "
+                "for; convert x, or leave the layer unpacked"
+            )
+        alpha = self.alpha
         if input_scale is not None:
-            if input_scale.dtype != torch.float32:
-                raise TypeError(
-                    f"{self.name}: input_scale has dtype {input_scale.dtype}, need torch.float32"
-                )
-            if input_scale.ndim != 0:
-                raise ValueError(
-                    f"{self.name}: input_scale has shape {list(input_scale.shape)}, need []"
-                )
-            if not (math.isfinite(float(input_scale)) and float(input_scale) > 0):
-                raise ValueError(
-                    f"{self.name}: input_scale is {float(input_scale)}, need a finite multiplier "
-                    "> 0; derive it with global_scale_from_amax"
-                )
+            # The op would quantise too, but not say how many blocks saturated.
+            values, saturated = quantize_op(x, input_scale)
+            self.saturated_blocks += saturated
+            x = values.to(dtype)  # exact: at most 6 significant bits, 2**-10 .. 2688
+            alpha = alpha * input_scale
+        bias = None if self.bias is None else self.bias.to(dtype)
+        sizes = self.out_features, self.in_features
+        return linear_op(x, self.tiles, alpha, bias, None, *sizes, ORDERS[dtype])
 
     def _dequantized(self, dtype: torch.dtype) -> Tensor:
         """The matrix that `forward` multiplies with, [N, K]."""
@@ -256,8 +323,44 @@ class NVFP4Linear(nn.Module):
         with torch.no_grad():
             self._matrix.copy_(self._dequantize(self._matrix.dtype))
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
+    def _packing(self) -> str:
+        """What the bytes of packed tiles do not tell, and state dicts carry as metadata."""
+        if self.packed_dtype is None:
+            return "not packed"
+        return f"[{self.out_features}, {self.in_features}] packed for {self.packed_dtype}"
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        metadata = getattr(destination, "_metadata", None)
+        if metadata is not None:
+            metadata.setdefault(prefix[:-1], {})[_PACKING] = self._packing()
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        got, own = local_metadata.get(_PACKING), self._packing()
+        if got is not None and got != own:  # tiles in another order would fit, and read as garbage
+            error_msgs.append(
+                f"{self.name}: the state is that of a layer which is {got}, need one which is "
+                f"{own}; pack_ makes a packed layer"
+            )
+            return
+        super()._load_from_state_dict(
+            state_dict,
+            prefix,
+            local_metadata,
+            strict,
+            missing_keys,
+            unexpected_keys,
+            error_msgs,
+        )
         self._refresh()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> NVFP4Linear:

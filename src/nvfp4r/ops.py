@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nvfp4r.jit import UnsupportedGPUError, load_module, target_for
-from nvfp4r.packed import PackedWeight, unpack
+from nvfp4r.packed import Order, PackedWeight, unpacked_chunks
 from nvfp4r.plan import MAX_SMALL_M, TILE_BYTES, DeviceFacts, Plan, choose_plan
 from nvfp4r.quantize import quantize_activations
 
@@ -71,7 +71,7 @@ def linear(
         facts = device_facts(x.device.index)
         plan = choose_plan(rows.shape[0], N, K, order, facts) if facts else None
     if plan is None or plan.path != "small":
-        y = _dense(rows, tiles, alpha, bias, input_scale, N, K, order)
+        y = _dense(rows, tiles, alpha, bias, input_scale, N, K, _order(order))
     else:
         y = run_plan(plan, rows, tiles, alpha, bias, input_scale, N, K)
     return y.reshape(*x.shape[:-1], N)
@@ -100,7 +100,7 @@ def gemv(
     if not 1 <= M <= MAX_SMALL_M:
         raise ValueError(f"gemv: {M} tokens; 1 to {MAX_SMALL_M} are needed, linear takes any")
     if not x.is_cuda:
-        y = _dense(rows, tiles, alpha, bias, input_scale, N, K, order)
+        y = _dense(rows, tiles, alpha, bias, input_scale, N, K, _order(order))
     else:
         facts = device_facts(x.device.index)
         if facts is None:
@@ -124,6 +124,11 @@ def _(
     order: str,
 ) -> Tensor:
     return x.new_empty((*x.shape[:-1], N))
+
+
+def _order(order: str) -> Order:
+    """Narrow the string that an op's schema can carry; `_check` has refused anything else."""
+    return "bf16" if order == "bf16" else "f16"
 
 
 def _check(
@@ -236,16 +241,24 @@ def _dense(
     input_scale: Tensor | None,
     N: int,
     K: int,
-    order: str,
+    order: Order,
 ) -> Tensor:
-    """Any M on any device: unpack to the exact `e2m1 * e4m3`, float32 product, then alpha."""
-    weight = unpack(PackedWeight(tiles, torch.ones_like(alpha), N, K, order))  # type: ignore[arg-type]
-    values = x.float()
+    """Any M on any device: unpack some rows to the exact `e2m1 * e4m3`, multiply, then alpha."""
     if input_scale is not None:
-        values, _ = quantize_activations(x, input_scale)
+        x = quantize_activations(x, input_scale)[0].to(x.dtype)  # exact: 6 significant bits
         alpha = alpha * input_scale
+    y = torch.empty((x.shape[0], N), dtype=x.dtype, device=x.device)
+    for part, rows in unpacked_chunks(PackedWeight(tiles, alpha, N, K, order)):
+        product = _float32_product(x, part.dequantize(x.dtype)) * alpha[rows]
+        if bias is not None:
+            product += bias[rows].float()
+        y[:, rows] = product.to(x.dtype)
+    return y
+
+
+def _float32_product(x: Tensor, weight: Tensor) -> Tensor:
+    """x @ weight.T of 16-bit operands in float32, so that alpha comes before the rounding."""
     with torch.autocast(x.device.type, enabled=False):
-        y = F.linear(values, weight.dequantize(torch.float32)) * alpha
-    if bias is not None:
-        y += bias.float()
-    return y.to(x.dtype)
+        if x.is_cuda:
+            return torch.mm(x, weight.T, out_dtype=torch.float32)
+        return F.linear(x.float(), weight.float())

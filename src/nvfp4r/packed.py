@@ -236,6 +236,22 @@ def unpack(packed: PackedWeight) -> NVFP4Tensor:
     )
 
 
+def unpacked_chunks(packed: PackedWeight) -> Iterator[tuple[NVFP4Tensor, slice]]:
+    """The matrix row range by row range, with a global scale of 1 instead of `alpha`.
+
+    Bounded memory; checks nothing and does not wait for the device, so a CUDA graph may capture it.
+
+    Returns:
+        (codes and block scales of some rows, which rows).
+    """
+    one = torch.ones((), dtype=torch.float32, device=packed.device)
+    for tiles, rows in _chunks(packed):
+        count = rows.stop - rows.start
+        codes = _codes_of(tiles, packed.order)[:count, : packed.K // 2]
+        scales = _scales_of_e5m3(_scale_bytes_of(tiles)[:count, : packed.K // BLOCK])
+        yield NVFP4Tensor(codes, scales, one), rows
+
+
 def _tiles_shape(N: int, K: int) -> tuple[int, int, int]:
     return -(-N // TILE_ROWS), -(-K // TILE_COLUMNS), TILE_BYTES
 
@@ -264,10 +280,12 @@ def _chunks(packed: PackedWeight) -> Iterator[tuple[Tensor, slice]]:
 def _write(packed: PackedWeight, weight: NVFP4Tensor) -> None:
     """Every byte of `packed`, padding included."""
     with torch.no_grad():
-        packed.alpha.copy_(weight.global_scale)
         for tiles, rows in _chunks(packed):
             tiles[..., :CODE_BYTES] = _code_bytes(weight.codes[rows], tiles, packed.order)
             tiles[..., CODE_BYTES:] = _scale_bytes(weight.block_scale[rows], tiles)
+        # Last: a kernel may read tiles, but never alpha, before the operation just ahead of it on
+        # the stream has ended (programmatic dependent launch).
+        packed.alpha.copy_(weight.global_scale)
 
 
 def _padded(rows: Tensor, tiles: Tensor, columns: int) -> Tensor:

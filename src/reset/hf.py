@@ -53,7 +53,8 @@ class ReSETLogitsProcessor(LogitsProcessor):
 
     Example:
         >>> processor = ReSETLogitsProcessor(ReSETConfig(t_low=0.1, tau_0=0.55), tokenizer)
-        >>> model.generate(**inputs, logits_processor=[processor], **sampling_arguments())
+        >>> arguments = sampling_arguments(max_new_tokens=8)
+        >>> output = model.generate(**inputs, logits_processor=[processor], **arguments)
     """
 
     supports_continuous_batching = False  # rows there are not requests

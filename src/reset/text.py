@@ -47,10 +47,10 @@ class TextStream:
     A character that several tokens make up comes with the last of them; the others give "". The
     pieces joined are the decoded text.
 
-    Example:
+    Example, with a tokenizer whose tokens are bytes:
         >>> stream = TextStream(tokenizer)
-        >>> [stream.push(token) for token in tokenizer.encode("Hi there")]
-        ['Hi', ' there']
+        >>> [stream.push(token) for token in tokenizer.encode("é!")]
+        ['', 'é', '!']
     """
 
     # How many tokens before the new one are decoded with it: enough for any decoder that looks at

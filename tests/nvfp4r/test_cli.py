@@ -178,6 +178,16 @@ def fake_gpus(monkeypatch, *capabilities: tuple[int, int]) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties.__getitem__)
 
 
+KERNELS = "CUDA kernels for small batches (torch.ops.nvfp4r)"
+
+
+def test_d2_doctor_says_which_gpus_the_kernels_are_not_built_for(monkeypatch):
+    fake_gpus(monkeypatch, (7, 5))
+    runs, reason = parts(run_json("doctor"))[KERNELS]
+    assert runs is False
+    assert "7.5" in reason
+
+
 def parts(diagnosis: dict) -> dict[str, tuple[bool, str]]:
     return {part["name"]: (part["runs"], part["reason"]) for part in diagnosis["parts"]}
 
@@ -193,10 +203,10 @@ def test_doctor_tells_versions_and_what_is_missing():
     found = parts(diagnosis)
     assert found["NVFP4 format and quantiser on the CPU"][0] is True
     assert found["transformers engine (nvfp4r.hf.load_model)"][0] is True
-    for name in ("vLLM plug-in", "CUDA kernels for small batches"):
-        runs, reason = found[name]
-        assert runs is False
-        assert f"Not in this release: {nvfp4r.__version__} does not implement" in reason
+    assert found[KERNELS][0] is torch.cuda.is_available()
+    runs, reason = found["vLLM plug-in"]
+    assert runs is False
+    assert f"Not in this release: {nvfp4r.__version__} does not implement" in reason
 
 
 @pytest.mark.parametrize(
@@ -209,6 +219,9 @@ def test_doctor_knows_native_fp4_units_by_capability(monkeypatch, capability, ha
     (gpu,) = diagnosis["gpus"]
     assert (gpu["capability"], gpu["has_fp4_units"]) == (list(capability), has_fp4)
     assert parts(diagnosis)["the same on a GPU, with dequantised weights"][0] is True
+    runs, reason = parts(diagnosis)[KERNELS]
+    assert runs is True
+    assert f"sm_{capability[0]}{capability[1]}" in reason
     reason = parts(diagnosis)["native FP4 units"][1]
     assert ("has them, but nothing in this release uses them" in reason) == has_fp4
     major, minor = capability
