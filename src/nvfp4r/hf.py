@@ -77,7 +77,7 @@ def load_model(
             kernels are not built for the GPU or NVRTC or cuda-bindings are missing, which one
             warning says. True packs on any device (on a CPU it saves memory, not time) or raises.
             The kernels are compiled, once per machine, and loaded before any weight is read. They
-            serve up to 16 tokens at a time; with more, as in a prompt, each call unpacks the matrix.
+            serve up to 16 tokens at a time; with more, as in a prompt, each call unpacks it all.
 
     Returns:
         The model in eval mode, parameters without gradients, tied weights tied, `NVFP4Linear` in
