@@ -42,7 +42,8 @@ wheel: $(VENV)/.ready  ## build the wheel, install it into an empty environment,
 	$(PYTHON) -m venv .cache/wheel-venv
 	.cache/wheel-venv/bin/pip install --quiet "$(TORCH)"
 	.cache/wheel-venv/bin/pip install --quiet dist/*.whl
-	cd / && $(CURDIR)/.cache/wheel-venv/bin/python $(CURDIR)/tests/installed_wheel.py
+	# -I: tests/ beside the script holds a folder of the same name as the package
+	cd / && $(CURDIR)/.cache/wheel-venv/bin/python -I $(CURDIR)/tests/installed_wheel.py
 
 bench: $(MODEL)  ## the CPU figures of docs/performance.md
 	$(BIN)/python benchmarks/policy.py
