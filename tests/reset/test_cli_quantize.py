@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -169,32 +170,44 @@ def test_a_gpu_that_is_not_there_is_refused(model, tmp_path, monkeypatch):
     assert "--device is cuda:1, but torch finds 0 CUDA GPUs" in error
 
 
-def damaged(model, folder, edit: Callable[[dict], object]):
-    """A copy of the model with other tensors."""
-    shutil.copytree(model, folder)
-    tensors = load_file(folder / "model.safetensors")
-    edit(tensors)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+def edit_tensors(change: Callable[[dict], object]) -> Callable[[Path], None]:
+    """A change of a model folder that changes its tensors."""
+
+    def edit(folder):
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return edit
 
 
-def put_nan(tensors):
-    tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = float("nan")
+def put(value: float):
+    return edit_tensors(lambda t: t["model.layers.1.mlp.up_proj.weight"][3, 4].fill_(value))
 
 
 def make_odd(tensors):
     tensors["model.layers.1.mlp.up_proj.weight"] = torch.ones(128, 40, dtype=torch.bfloat16)
 
 
+def cut(folder):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-2000])
+
+
 @pytest.mark.parametrize(
-    ("edit", "message"),
+    ("damage", "message"),
     [
-        (put_nan, "model.layers.1.mlp.up_proj.weight holds 1 NaN or infinite values"),
-        (make_odd, "model.layers.1.mlp.up_proj: K=40, need a multiple of 16"),
+        (put(float("nan")), "model.layers.1.mlp.up_proj.weight holds 1 NaN or infinite values"),
+        (put(float("inf")), "model.layers.1.mlp.up_proj.weight holds 1 NaN or infinite values"),
+        (edit_tensors(make_odd), "model.layers.1.mlp.up_proj: K=40, need a multiple of 16"),
+        (cut, "model.safetensors: cannot be read as a whole safetensors file"),
     ],
+    ids=["nan", "inf", "odd", "cut"],
 )
-def test_bad_weights_leave_nothing_behind(model, texts, tmp_path, edit, message):
-    source = damaged(model, tmp_path / "source", edit)
+def test_bad_weights_leave_nothing_behind(model, texts, tmp_path, damage, message):
+    source = tmp_path / "source"
+    shutil.copytree(model, source)
+    damage(source)
     arguments = ["--activations", "nvfp4", "--calib-data", texts, "--json"]
     error = refusal("--model", source, "--output", tmp_path / "out", *arguments)
     assert message in words(error)
