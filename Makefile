@@ -17,7 +17,8 @@ export HF_HUB_OFFLINE ?= 1
 .PHONY: demo test test-gpu model style check wheel bench clean
 
 demo: $(MODEL)  ## quantise a small model, calibrate it, answer with ReSET; writes a trace page
-	$(BIN)/python examples/demo.py --model $(MODEL) --work .cache/demo
+	# One thread: two on a busy machine can be many times slower than one (docs/log.md).
+	OMP_NUM_THREADS=1 $(BIN)/python examples/demo.py --model $(MODEL) --work .cache/demo
 
 test: $(MODEL)  ## all tests that need no GPU
 	$(BIN)/python -m pytest

@@ -6,8 +6,8 @@ from nvfp4r.jit import ENTRY, TARGETS, compile_cubin, kernel_sources, resources,
 from nvfp4r.plan import DeviceFacts, choose_plan
 
 # How many CTAs of a kernel an SM must hold, the third column of nvfp4r.cu: plan.py counts on them.
-# With the 65,536 registers of an SM this is a ceiling of 64, 72 and 72 registers for up to 8 tokens,
-# and of 136, 224 and 152 for up to 16.
+# With the 65,536 registers of an SM this is a ceiling of 64, 72 and 72 registers for up to 8
+# tokens, and of 136, 224 and 152 for up to 16.
 CTAS_PER_SM = {"n1_w4": 6, "n1_w8": 3, "n1_w12": 2, "n2_w4": 3, "n2_w8": 1, "n2_w12": 1}
 REGISTERS_PER_SM = 65_536
 
