@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 from harness import record
 from nvfp4r.format import NVFP4Tensor
-from nvfp4r.ops import device_facts, linear, run_plan
+from nvfp4r.ops import Layer, device_facts, linear, run_plan
 from nvfp4r.packed import pack
 from nvfp4r.plan import choose_plan
 
@@ -100,7 +100,8 @@ def ours(weights: list[NVFP4Tensor], M: int, pdl: bool) -> list[Call]:
             if plan.path != "small":
                 return []
             plan = replace(plan, pdl=False)
-            calls.append(lambda x, a=(*stored, *sizes), p=plan: run_plan(p, x, *a))
+            layer = Layer(*stored, *sizes, "bf16")
+            calls.append(lambda x, v=layer, p=plan: run_plan(p, x, v))
     return calls
 
 

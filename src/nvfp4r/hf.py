@@ -33,7 +33,8 @@ from nvfp4r.checkpoint import NVFP4Checkpoint, load_checkpoint
 from nvfp4r.dialects import CONFIG_FILE, Activations
 from nvfp4r.format import NVFP4Tensor
 from nvfp4r.jit import UnsupportedGPUError, load_module
-from nvfp4r.linear import ORDERS, NVFP4Linear
+from nvfp4r.linear import NVFP4Linear
+from nvfp4r.packed import ORDERS
 
 _log = logging.getLogger(__name__)
 

@@ -26,11 +26,8 @@ from nvfp4r.format import NVFP4Tensor
 from nvfp4r.linear_checks import check_same_part, check_vectors
 from nvfp4r.ops import linear as linear_op
 from nvfp4r.ops import quantize as quantize_op
-from nvfp4r.packed import Order, PackedWeight, pack, pack_, unpack
+from nvfp4r.packed import ORDERS, PackedWeight, pack, pack_, unpack
 from nvfp4r.quantize import quantize_activations
-
-ORDERS: dict[torch.dtype, Order] = {torch.bfloat16: "bf16", torch.float16: "f16"}
-"""What a layer can be packed for: dtypes of activations, and the order of the tiles for each."""
 
 _PACKING = "packing"  # key in the metadata of a state dict
 

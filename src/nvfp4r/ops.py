@@ -12,19 +12,45 @@ from __future__ import annotations
 
 import struct
 from functools import cache
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from nvfp4r.jit import UnsupportedGPUError, load_module, target_for
-from nvfp4r.packed import Order, PackedWeight, unpacked_chunks
-from nvfp4r.plan import MAX_SMALL_M, TILE_BYTES, DeviceFacts, Plan, choose_plan
+from nvfp4r.packed import ORDERS, Order, PackedWeight, unpacked_chunks
+from nvfp4r.plan import (
+    MAX_SMALL_M,
+    TILE_BYTES,
+    TILE_COLUMNS,
+    TILE_ROWS,
+    DeviceFacts,
+    Plan,
+    choose_plan,
+)
 from nvfp4r.quantize import quantize_activations
 
 # struct LinearArgs of kernels/linear_small.cuh: six pointers, six ints.
 _ARGUMENT = struct.Struct("@6P6i")
-_DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
+
+
+class Layer(NamedTuple):
+    """What the ops take beside x, as a schema can carry it: a `PackedWeight` and its companions.
+
+    Attributes:
+        tiles, alpha, N, K, order: of a `PackedWeight`.
+        bias: [N] in x's dtype, or None.
+        input_scale: float32 []; given, x is quantised to NVFP4 first (W4A4).
+    """
+
+    tiles: Tensor
+    alpha: Tensor
+    bias: Tensor | None
+    input_scale: Tensor | None
+    N: int
+    K: int
+    order: str
 
 
 @torch.library.custom_op("nvfp4r::quantize", mutates_args=())
@@ -64,16 +90,17 @@ def linear(
     Returns:
         [..., N] in x's dtype: float32 sums, alpha and bias in float32, one rounding at the end.
     """
-    _check(x, tiles, alpha, bias, input_scale, N, K, order)
+    layer = Layer(tiles, alpha, bias, input_scale, N, K, order)
+    _check(x, layer)
     rows = x.reshape(-1, K)
     plan = None
     if x.is_cuda and rows.shape[0]:
         facts = device_facts(x.device.index)
         plan = choose_plan(rows.shape[0], N, K, order, facts) if facts else None
     if plan is None or plan.path != "small":
-        y = _dense(rows, tiles, alpha, bias, input_scale, N, K, _order(order))
+        y = _dense(rows, layer)
     else:
-        y = run_plan(plan, rows, tiles, alpha, bias, input_scale, N, K)
+        y = run_plan(plan, rows, layer)
     return y.reshape(*x.shape[:-1], N)
 
 
@@ -94,20 +121,17 @@ def gemv(
         ValueError: more than 16 tokens.
         UnsupportedGPUError: the kernels are not built for this GPU.
     """
-    _check(x, tiles, alpha, bias, input_scale, N, K, order)
+    layer = Layer(tiles, alpha, bias, input_scale, N, K, order)
+    _check(x, layer)
     rows = x.reshape(-1, K)
     M = rows.shape[0]
     if not 1 <= M <= MAX_SMALL_M:
         raise ValueError(f"gemv: {M} tokens; 1 to {MAX_SMALL_M} are needed, linear takes any")
     if not x.is_cuda:
-        y = _dense(rows, tiles, alpha, bias, input_scale, N, K, _order(order))
+        y = _dense(rows, layer)
     else:
-        facts = device_facts(x.device.index)
-        if facts is None:
-            target_for(torch.cuda.get_device_capability(x.device))  # raises, with the reason
-            raise AssertionError("unreachable: the target was supported after all")
-        plan = choose_plan(M, N, K, order, facts)
-        y = run_plan(plan, rows, tiles, alpha, bias, input_scale, N, K)
+        plan = choose_plan(M, N, K, order, _facts(x.device.index))
+        y = run_plan(plan, rows, layer)
     return y.reshape(*x.shape[:-1], N)
 
 
@@ -126,37 +150,25 @@ def _(
     return x.new_empty((*x.shape[:-1], N))
 
 
-def _order(order: str) -> Order:
-    """Narrow the string that an op's schema can carry; `_check` has refused anything else."""
-    return "bf16" if order == "bf16" else "f16"
-
-
-def _check(
-    x: Tensor,
-    tiles: Tensor,
-    alpha: Tensor,
-    bias: Tensor | None,
-    input_scale: Tensor | None,
-    N: int,
-    K: int,
-    order: str,
-) -> None:
+def _check(x: Tensor, layer: Layer) -> None:
     """Everything that a kernel would otherwise read out of bounds or misread."""
-    if order not in _DTYPES:
-        raise ValueError(f"order is {order!r}; it must be bf16 or f16")
-    if x.dtype != _DTYPES[order]:
+    orders = tuple(ORDERS.values())
+    if layer.order not in orders:
+        raise ValueError(f"order is {layer.order!r}; it must be {' or '.join(orders)}")
+    if ORDERS.get(x.dtype) != layer.order:
         raise TypeError(
-            f"x has dtype {x.dtype}, but the weight is packed for {_DTYPES[order]}; "
+            f"x has dtype {x.dtype}, but the weight is packed in order {layer.order!r}; "
             "convert x, or pack the weight in the other order"
         )
+    N, K = layer.N, layer.K
     if x.ndim == 0 or x.shape[-1] != K:
         raise ValueError(f"x has shape {list(x.shape)}; [..., {K}] is needed")
-    shape = (-(-N // 16), -(-K // 128), TILE_BYTES)
+    shape = (-(-N // TILE_ROWS), -(-K // TILE_COLUMNS), TILE_BYTES)
     wanted: list[tuple[str, Tensor | None, tuple[int, ...], torch.dtype]] = [
-        ("tiles", tiles, shape, torch.uint8),
-        ("alpha", alpha, (N,), torch.float32),
-        ("bias", bias, (N,), x.dtype),
-        ("input_scale", input_scale, (), torch.float32),
+        ("tiles", layer.tiles, shape, torch.uint8),
+        ("alpha", layer.alpha, (N,), torch.float32),
+        ("bias", layer.bias, (N,), x.dtype),
+        ("input_scale", layer.input_scale, (), torch.float32),
     ]
     for name, tensor, size, dtype in wanted:
         if tensor is None:
@@ -169,17 +181,21 @@ def _check(
             raise ValueError(f"{name} is on {tensor.device}, x on {x.device}; move one of them")
         if not tensor.is_contiguous():
             raise ValueError(f"{name} is not contiguous; call .contiguous() once, when loading")
-    if tiles.data_ptr() % 16:
+    if layer.tiles.data_ptr() % 16:
         raise ValueError("tiles does not start at a multiple of 16 bytes; clone it once")
 
 
-@cache
 def device_facts(index: int) -> DeviceFacts | None:
     """Of a GPU that the kernels are built for, else None."""
     try:
-        target = target_for(torch.cuda.get_device_capability(index))
+        return _facts(index)
     except UnsupportedGPUError:
         return None
+
+
+@cache
+def _facts(index: int) -> DeviceFacts:
+    target = target_for(torch.cuda.get_device_capability(index))
     return DeviceFacts(
         sm_count=torch.cuda.get_device_properties(index).multi_processor_count,
         shared_bytes_per_block=target.shared_bytes_per_block,
@@ -187,16 +203,7 @@ def device_facts(index: int) -> DeviceFacts | None:
     )
 
 
-def run_plan(
-    plan: Plan,
-    x: Tensor,
-    tiles: Tensor,
-    alpha: Tensor,
-    bias: Tensor | None,
-    input_scale: Tensor | None,
-    N: int,
-    K: int,
-) -> Tensor:
+def run_plan(plan: Plan, x: Tensor, layer: Layer) -> Tensor:
     """Launch the kernel of a plan; the arguments are those of `linear` and are not checked.
 
     For the ops, and for measurements that compare plans.
@@ -204,22 +211,22 @@ def run_plan(
     Args:
         x: [M, K]; the plan was made for this M.
     """
-    if input_scale is not None:
-        values, _ = quantize_activations(x, input_scale)
+    if layer.input_scale is not None:
+        values, _ = quantize_activations(x, layer.input_scale)
         x = values.to(x.dtype)  # exact: at most 6 significant bits
     x = x.contiguous()
     if x.data_ptr() % 16:
         x = x.clone()  # 16-byte loads; torch allocates aligned
-    M = x.shape[0]
+    M, N, K = x.shape[0], layer.N, layer.K
     y = torch.empty((M, N), dtype=x.dtype, device=x.device)
     argument = _ARGUMENT.pack(
-        tiles.data_ptr(),
+        layer.tiles.data_ptr(),
         x.data_ptr(),
         y.data_ptr(),
-        alpha.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-        0 if input_scale is None else input_scale.data_ptr(),
-        *(M, N, K, tiles.shape[0], tiles.shape[1], plan.depth),
+        layer.alpha.data_ptr(),
+        0 if layer.bias is None else layer.bias.data_ptr(),
+        0 if layer.input_scale is None else layer.input_scale.data_ptr(),
+        *(M, N, K, layer.tiles.shape[0], layer.tiles.shape[1], plan.depth),
     )
     with torch.cuda.device(x.device):
         load_module(x.device.index).kernel(plan.kernel).launch(
@@ -233,25 +240,18 @@ def run_plan(
     return y
 
 
-def _dense(
-    x: Tensor,
-    tiles: Tensor,
-    alpha: Tensor,
-    bias: Tensor | None,
-    input_scale: Tensor | None,
-    N: int,
-    K: int,
-    order: Order,
-) -> Tensor:
+def _dense(x: Tensor, layer: Layer) -> Tensor:
     """Any M on any device: unpack some rows to the exact `e2m1 * e4m3`, multiply, then alpha."""
-    if input_scale is not None:
-        x = quantize_activations(x, input_scale)[0].to(x.dtype)  # exact: 6 significant bits
-        alpha = alpha * input_scale
-    y = torch.empty((x.shape[0], N), dtype=x.dtype, device=x.device)
-    for part, rows in unpacked_chunks(PackedWeight(tiles, alpha, N, K, order)):
+    alpha, order = layer.alpha, cast(Order, layer.order)  # _check has refused anything else
+    if layer.input_scale is not None:
+        x = quantize_activations(x, layer.input_scale)[0].to(x.dtype)  # exact: 6 significant bits
+        alpha = alpha * layer.input_scale
+    y = torch.empty((x.shape[0], layer.N), dtype=x.dtype, device=x.device)
+    weight = PackedWeight(layer.tiles, alpha, layer.N, layer.K, order)
+    for part, rows in unpacked_chunks(weight):
         product = _float32_product(x, part.dequantize(x.dtype)) * alpha[rows]
-        if bias is not None:
-            product += bias[rows].float()
+        if layer.bias is not None:
+            product += layer.bias[rows].float()
         y[:, rows] = product.to(x.dtype)
     return y
 

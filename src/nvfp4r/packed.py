@@ -9,7 +9,7 @@ beyond where they look; layout.py has the orders of other people's kernels.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -21,6 +21,9 @@ from nvfp4r.format import BLOCK, NVFP4Tensor, row_chunks
 
 Order = Literal["f16", "bf16"]
 """Order of the bits of a word; that of the activations' dtype."""
+
+ORDERS: Mapping[torch.dtype, Order] = {torch.bfloat16: "bf16", torch.float16: "f16"}
+"""Dtypes of activations that weights can be packed for, and the order for each."""
 
 TILE_ROWS = 16
 TILE_COLUMNS = 128

@@ -4,8 +4,10 @@ Chosen inside the op from the shape at hand, so that tracing with one M cannot f
 another. Knows the GPU by three numbers, launches nothing.
 
 The rule and what it rests on (one H200, 132 SMs, 2026-11-29, bf16, CUDA graph with PDL, weights
-rotated through 320 MB; docs/log.md has the sweep): a CTA needs W consumer warps; 6 CTAs of 4 warps,
-3 of 8 or 2 of 12 fit on an SM. Best times in us at M = 1, and how much worse the next choice is:
+rotated through 320 MB; a sweep of grids, warps and depths with a program that is not kept; the
+resulting plans are measured by benchmarks/linear.py): a CTA needs W consumer warps; 6 CTAs of
+4 warps, 3 of 8 or 2 of 12 fit on an SM. Best times in us at M = 1, and how much worse the next
+choice is:
 
     tiles  shapes (N x K)                        best           us       others
     256    4096 x 4096                           W 8,  a tile   4.9      W 4 +12 %, W 12 +9 %

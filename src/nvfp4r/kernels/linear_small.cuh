@@ -6,7 +6,7 @@
 // consumer holds the activations of its 256 columns in registers and loads the next ones as soon as
 // it has used them. The sums of the W warps meet in shared memory once per tile.
 //
-// What bounds it (H200, docs/log.md): about 18 issued instructions per 256 weights, and 2.4 us of
+// What bounds it (H200, docs/log.md): about 20 issued instructions per 256 weights, and some 2 us of
 // each launch in which the stream of weights stands still.
 //
 // Numbers: products of code, block scale and activation are exact in the tensor core; sums are
