@@ -22,7 +22,8 @@ import torch.nn.functional as F
 
 from harness import record
 from nvfp4r.format import NVFP4Tensor
-from nvfp4r.ops import Layer, device_facts, linear, run_plan
+from nvfp4r.launches import Layer, device_facts, run_plan
+from nvfp4r.ops import linear
 from nvfp4r.packed import pack
 from nvfp4r.plan import choose_plan
 
@@ -97,7 +98,7 @@ def ours(weights: list[NVFP4Tensor], M: int, pdl: bool) -> list[Call]:
         else:
             facts = device_facts(torch.cuda.current_device())
             plan = choose_plan(M, *sizes, "bf16", facts)
-            if plan.path != "small":
+            if plan.path == "unpack":
                 return []
             plan = replace(plan, pdl=False)
             layer = Layer(*stored, *sizes, "bf16")

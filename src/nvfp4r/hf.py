@@ -52,7 +52,7 @@ def load_model(
     dtype: torch.dtype | Literal["auto"] = "auto",
     activations: ActivationChoice = "checkpoint",
     keep_dequantized: bool = True,
-    packed: bool | None = False,
+    packed: bool | None = None,
 ) -> PreTrainedModel:
     """Loads an NVFP4 checkpoint of either dialect as a transformers causal language model.
 
@@ -73,12 +73,12 @@ def load_model(
             model, for 2 or 4 bytes per weight on top); otherwise dequantise in every call. Without
             meaning in a packed model, which keeps none.
         packed: hold quantised weights once, in the order of the CUDA kernels, 0.56 bytes each
-            (`NVFP4Linear.pack_`). False, the default until packed models have been measured as a
-            whole, leaves them as they are. None packs on CUDA in bfloat16 or float16, unless the
-            kernels are not built for the GPU or NVRTC or cuda-bindings are missing, which one
-            warning says. True packs on any device (on a CPU it saves memory, not time) or raises.
+            (`NVFP4Linear.pack_`). None, the default, packs on CUDA in bfloat16 or float16, unless
+            the kernels are not built for the GPU or NVRTC or cuda-bindings are missing, which one
+            warning says. False leaves them as they are. True packs on any device (on a CPU it
+            saves memory, not time) or raises.
             The kernels are compiled, once per machine, and loaded before any weight is read. They
-            serve up to 16 tokens at a time; with more, as in a prompt, each call unpacks it all.
+            serve up to 64 tokens at a time; with more, as in a prompt, each call unpacks it all.
 
     Returns:
         The model in eval mode, parameters without gradients, tied weights tied, `NVFP4Linear` in

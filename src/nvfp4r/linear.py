@@ -285,9 +285,8 @@ class NVFP4Linear(nn.Module):
         alpha = self.alpha
         if input_scale is not None:
             # The op would quantise too, but not say how many blocks saturated.
-            values, saturated = quantize_op(x, input_scale)
+            x, saturated = quantize_op(x, input_scale)
             self.saturated_blocks += saturated
-            x = values.to(dtype)  # exact: at most 6 significant bits, 2**-10 .. 2688
             alpha = alpha * input_scale
         bias = None if self.bias is None else self.bias.to(dtype)
         sizes = self.out_features, self.in_features

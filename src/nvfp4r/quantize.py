@@ -174,9 +174,7 @@ def quantize_activations(x: Tensor, input_scale: Tensor) -> tuple[Tensor, Tensor
         ValueError: K not a multiple of 16; `input_scale` not one number or, where it can be read
             without waiting (on the CPU), zero, negative, NaN or infinite.
     """
-    _require_floats(x, "activations")
-    on_cpu = isinstance(input_scale, Tensor) and input_scale.device.type == "cpu"
-    _require_scale(input_scale, "activations", "input_scale", check_value=on_cpu)
+    check_activations(x, input_scale)
     K = x.shape[-1]
     rows_of_x = x.detach().reshape(-1, K)
     input_scale = _moved(input_scale.detach(), x.device)
@@ -193,6 +191,13 @@ def quantize_activations(x: Tensor, input_scale: Tensor) -> tuple[Tensor, Tensor
         values[rows] = (table[codes.int()] * scale).t().reshape(-1, K)
         saturated += (unrounded > _SATURATION).sum()
     return values.view(x.shape), saturated
+
+
+def check_activations(x: Tensor, input_scale: Tensor) -> None:
+    """Raises what `quantize_activations` says; does not wait for a device."""
+    _require_floats(x, "activations")
+    on_cpu = isinstance(input_scale, Tensor) and input_scale.device.type == "cpu"
+    _require_scale(input_scale, "activations", "input_scale", check_value=on_cpu)
 
 
 def _require_floats(tensor: Tensor, name: str) -> None:

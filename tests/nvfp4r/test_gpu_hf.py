@@ -109,7 +109,7 @@ def test_nothing_is_compiled_or_loaded_inside_a_capture(tmp_path):
         import torch
         from nvfp4r.hf import load_model
         layer = load_model(sys.argv[1], device="cuda", packed=None).model.layers[0].mlp.down_proj
-        x = torch.ones(1, layer.in_features, dtype=torch.bfloat16, device="cuda", packed=None)
+        x = torch.ones(1, layer.in_features, dtype=torch.bfloat16, device="cuda")
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             y = layer(x)
@@ -130,9 +130,9 @@ def test_nothing_is_compiled_or_loaded_inside_a_capture(tmp_path):
 def test_a12_a_captured_graph_sees_the_second_load(dtype):
     torch.manual_seed(0)
     first, second = quantize(torch.randn(40, 144)), quantize(3 * torch.randn(40, 144))
-    layer = NVFP4Linear(first.to("cuda"), torch.randn(40, device="cuda", packed=None))
+    layer = NVFP4Linear(first.to("cuda"), torch.randn(40, device="cuda"))
     layer.pack_(dtype)
-    x = torch.randn(3, 144, device="cuda", packed=None).to(dtype)
+    x = torch.randn(3, 144, device="cuda").to(dtype)
     layer(x)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -198,8 +198,6 @@ def test_a_packed_model_is_small_and_so_is_loading_it(tmp_path):
     assert held < 0.6 * weights  # 0.5625 in tiles, 0.005 in 16-bit parameters, alpha and norms
     assert torch.cuda.max_memory_allocated() - before - held < 32 * MB
     with torch.inference_mode():
-        model.model.layers[0].mlp(
-            torch.ones(1, 1, 1024, dtype=torch.bfloat16, device="cuda", packed=None)
-        )
+        model.model.layers[0].mlp(torch.ones(1, 1, 1024, dtype=torch.bfloat16, device="cuda"))
     gc.collect()
     assert torch.cuda.memory_allocated() - before < 0.6 * weights

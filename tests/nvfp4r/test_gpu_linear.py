@@ -1,4 +1,4 @@
-"""The small-batch kernel on a GPU against float64 (nvfp4r.reference).
+"""The kernels for up to 64 tokens and the dense path on a GPU against float64 (nvfp4r.reference).
 
 Bound: products are exact, so the error of a sum is that of K float32 additions, truncated rather
 than rounded in the tensor core: at most K * 2^-23 of sum |terms|, in practice far less; then one
@@ -13,8 +13,10 @@ import torch
 
 from nvfp4r import quantize
 from nvfp4r.format import NVFP4Tensor
+from nvfp4r.launches import Layer, device_facts, run_plan
 from nvfp4r.ops import linear
 from nvfp4r.packed import pack, pack_
+from nvfp4r.plan import choose_plan
 from nvfp4r.quantize import quantize_activations
 from nvfp4r.reference import dequantize
 
@@ -38,6 +40,19 @@ def random_weight(N: int, K: int, seed: int = 0) -> NVFP4Tensor:
     scale_bytes = torch.randint(1, 127, (N, K // 16), generator=generator, dtype=torch.uint8)
     alpha = torch.rand(N, generator=generator) * 1e-3 + 1e-4
     return NVFP4Tensor(codes, scale_bytes.view(torch.float8_e4m3fn), alpha)
+
+
+def scaled(weight: NVFP4Tensor, factor: torch.Tensor) -> NVFP4Tensor:
+    return NVFP4Tensor(weight.codes, weight.block_scale, weight.global_scale * factor)
+
+
+def rough(M: int, K: int) -> torch.Tensor:
+    """Blocks of very different size, and zero blocks."""
+    generator = torch.Generator().manual_seed(M + K)
+    x = torch.randn(M, K // 16, 16, generator=generator)
+    x *= 10.0 ** torch.randint(-3, 2, (M, K // 16, 1), generator=generator)
+    x[:, ::5] *= (torch.rand(M, 1, 1, generator=generator) < 0.5).float()
+    return x.view(M, K)
 
 
 def run(weight: NVFP4Tensor, x: torch.Tensor, bias=None, input_scale=None) -> torch.Tensor:
@@ -65,7 +80,7 @@ def assert_close(y: torch.Tensor, x: torch.Tensor, weight: NVFP4Tensor, bias=Non
 def test_k9_shapes_and_every_m(order, N, K):
     weight = random_weight(N, K)
     generator = torch.Generator().manual_seed(1)
-    for M in (*range(1, 18), 33, 200):
+    for M in (*range(1, 18), 32, 33, 48, 49, 64, 65, 200):
         x = torch.randn(M, K, generator=generator).to(ORDERS[order])
         assert_close(run(weight, x), x, weight)
 
@@ -73,7 +88,7 @@ def test_k9_shapes_and_every_m(order, N, K):
 @pytest.mark.parametrize("K", [4096, 12288, 17408, 25600])
 def test_k9_long_rows(K):
     weight = random_weight(256, K)
-    for M in (1, 8, 16):
+    for M in (1, 8, 16, 32, 64):
         x = torch.randn(M, K, generator=torch.Generator().manual_seed(M)).bfloat16()
         assert_close(run(weight, x), x, weight)
 
@@ -85,20 +100,27 @@ def test_one_hot_rows_read_columns_out_exactly(order):
     codes = (torch.arange(16, dtype=torch.uint8) * 17).repeat_interleave(8).expand(128, 128)
     scale = scales.contiguous().view(torch.float8_e4m3fn)
     weight = NVFP4Tensor(codes.contiguous(), scale, torch.tensor(1.0))
-    x = torch.eye(256)[::17].to(ORDERS[order])  # 16 rows, one in each block of 16
-    y = run(weight, x).double().cpu()
-    assert torch.equal(y, dequantize(weight)[:, ::17].T)
+    one_hot = torch.eye(256)[::17].to(ORDERS[order])  # 16 rows, one in each block of 16
+    expected = dequantize(weight)[:, ::17].T
+    for repeats in (1, 2, 4, 5):  # 16, 32, 64 and 80 tokens: every path
+        x = one_hot.repeat(repeats, 1)
+        assert torch.equal(run(weight, x).double().cpu(), expected.repeat(repeats, 1))
+    for row in range(0, 16, 8):
+        y = run(weight, one_hot[row : row + 8]).double().cpu()
+        assert torch.equal(y, expected[row : row + 8])
 
 
 @pytest.mark.parametrize("magnitude", [1e-6, 1.0, 1e4, 1e6])
 def test_bf16_range(magnitude):
     weight = quantize(torch.randn(64, 512, generator=torch.Generator().manual_seed(0)))
-    x = (torch.randn(4, 512, generator=torch.Generator().manual_seed(1)) * magnitude).bfloat16()
-    x[1, 77] *= 1e4  # an outlier channel
-    x[2] = 0
-    y = run(weight, x)
-    assert_close(y, x, weight)
-    assert bool((y[2] == 0).all())
+    for M in (4, 12, 40, 70):
+        generator = torch.Generator().manual_seed(1)
+        x = (torch.randn(M, 512, generator=generator) * magnitude).bfloat16()
+        x[1, 77] *= 1e4  # an outlier channel
+        x[2] = 0
+        y = run(weight, x)
+        assert_close(y, x, weight)
+        assert bool((y[2] == 0).all())
 
 
 def test_a2_rows_keep_their_own_global_scale():
@@ -117,7 +139,7 @@ def test_a7_nothing_is_read_from_padding():
         torch.full((8, 3), 0x38, dtype=torch.uint8).view(torch.float8_e4m3fn),
         torch.tensor(1.0),
     )
-    for M in range(1, 17):
+    for M in (*range(1, 18), 33, 64, 65):
         poison = torch.full((1 << 20,), float("nan"), device="cuda")
         del poison
         assert bool((run(ones, torch.ones(M, 48).bfloat16()) == 48.0).all())
@@ -126,7 +148,7 @@ def test_a7_nothing_is_read_from_padding():
 def test_a11_bias_in_every_path():
     weight = random_weight(40, 64)
     bias = torch.arange(1, 41).bfloat16()
-    for M in (1, 8, 64):
+    for M in (1, 8, 9, 64, 65):
         assert torch.equal(
             run(weight, torch.zeros(M, 64).bfloat16(), bias).cpu(), bias.expand(M, -1)
         )
@@ -150,21 +172,74 @@ def test_k7_a_row_does_not_depend_on_its_neighbours():
         assert torch.equal(run(weight, x[row : row + 1])[0], together[row])
 
 
-def test_w4a4_equals_the_quantised_product():
-    weight = random_weight(64, 512)
-    x = torch.randn(3, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
+@pytest.mark.parametrize("largest", [16, 32, 48, 64])
+def test_k7_within_a_plan_for_more_tokens(largest):
+    weight = random_weight(1024, 5120)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(largest, 5120, generator=generator).bfloat16()
+    together = run(weight, x)
+    for M in (largest - 7, largest - 1):
+        assert torch.equal(run(weight, x[-M:]), together[-M:])
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("K", [16, 208, 4096])
+@pytest.mark.parametrize("M", [1, 3, 8, 9, 16, 40, 64, 100])
+def test_w4a4_is_the_product_with_quantised_activations_bit_for_bit(M, K, order):
+    """The kernel rounds x on its way; it then adds the same numbers in the same order."""
+    weight = random_weight(264, K)
+    x = rough(M, K).to(ORDERS[order])
     scale = (x.float().abs().max() / 2688).float()
     values, _ = quantize_activations(x, scale)
     y = run(weight, x, input_scale=scale)
-    scaled = NVFP4Tensor(weight.codes, weight.block_scale, weight.global_scale * scale)
-    assert_close(y, values.bfloat16(), scaled)
+    assert_close(y, values.to(x.dtype), scaled(weight, scale))
+    same_order = run(scaled(weight, scale), values.to(x.dtype))
+    # alpha * scale is rounded before it meets the sum in one and after in the other.
+    assert_close(same_order, values.to(x.dtype), scaled(weight, scale))
+    one = NVFP4Tensor(weight.codes, weight.block_scale, torch.tensor(1.0))
+    half = torch.tensor(0.5)  # a power of two: no rounding at all
+    exact, _ = quantize_activations(x, half)
+    assert torch.equal(run(one, x, input_scale=half), run(scaled(one, half), exact.to(x.dtype)))
 
 
-def test_a12_reload_in_place_and_graph_replay_under_pdl():
+def test_quantised_activations_with_bad_values_become_nan():
+    x = torch.ones(12, 64).bfloat16()
+    x[3, 20], x[9, 40] = float("nan"), float("inf")
+    for M in (4, 12):
+        y = run(random_weight(40, 64), x[:M], input_scale=torch.tensor(0.01))
+        assert y.isnan().any(dim=1).nonzero().flatten().tolist() == [3, 9][: 1 + (M > 9)]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_every_plan_for_a_shape_gives_the_same_within_the_bound(order):
+    """Shapes whose plans share K over 1, 2, 4 and 8 CTAs, with uneven shares and row tiles."""
+    for N, K in ((5136, 8464), (10248, 1552), (40, 8464)):
+        weight = random_weight(N, K)
+        for M in (16, 32, 64):
+            x = torch.randn(M, K, generator=torch.Generator().manual_seed(M)).to(ORDERS[order])
+            assert_close(run(weight, x), x, weight)
+
+
+@pytest.mark.parametrize("M", [1, 8, 9, 16, 33, 64])
+@pytest.mark.parametrize(("N", "K"), [(8, 16), (24, 48), (1000, 192)])
+def test_every_output_is_written_and_nothing_beside_it(M, N, K):
+    """Guard rows around y, and NaN in y before."""
+    packed = pack(random_weight(N, K).to("cuda"), "bf16")
+    layer = Layer(packed.tiles, packed.alpha, None, None, N, K, "bf16")
+    x = torch.randn(M, K, generator=torch.Generator().manual_seed(0)).bfloat16().cuda()
+    buffer = torch.full((M + 2, N), float("nan"), dtype=torch.bfloat16, device="cuda")
+    run_plan(choose_plan(M, N, K, "bf16", device_facts(0)), x, layer, out=buffer[1:-1])
+    written = ~buffer.isnan()
+    assert bool(written[1:-1].all())
+    assert not bool(written[0].any() or written[-1].any())
+
+
+@pytest.mark.parametrize("M", [1, 12, 64])
+def test_a12_reload_in_place_and_graph_replay_under_pdl(M):
     """1,000 replays of a chain that reuses its buffers are bitwise equal; new weights are seen."""
     first, second = random_weight(4096, 4096, 1), random_weight(4096, 4096, 2)
     packed = pack(first.to("cuda"), "bf16")
-    x = torch.randn(1, 4096, generator=torch.Generator().manual_seed(0)).bfloat16().cuda()
+    x = torch.randn(M, 4096, generator=torch.Generator().manual_seed(0)).bfloat16().cuda()
     args = (None, None, 4096, 4096, "bf16")
 
     def chain() -> torch.Tensor:

@@ -12,6 +12,7 @@ import math
 import pytest
 import torch
 
+import nvfp4r.ops  # noqa: F401 - registers torch.ops.nvfp4r
 from nvfp4r import NVFP4Linear, NVFP4Tensor, quantize, quantize_activations
 from nvfp4r.quantize import global_scale_from_amax
 from tests.nvfp4r.test_activations import rough_activations
@@ -98,9 +99,10 @@ def test_activations(dtype, magnitude, scale):
     x[1, 8, 40] = math.inf
     values, saturated = quantize_activations(x, input_scale)
     assert values.isnan().sum() == 2 * 16
-    got, got_saturated = quantize_activations(x.to(DEVICE), input_scale.to(DEVICE))
-    torch.testing.assert_close(got.cpu(), values, rtol=0, atol=0, equal_nan=True)
-    assert got_saturated.cpu() == saturated
+    for quantise in (quantize_activations, torch.ops.nvfp4r.quantize):
+        got, got_saturated = quantise(x.to(DEVICE), input_scale.to(DEVICE))
+        torch.testing.assert_close(got.float().cpu(), values, rtol=0, atol=0, equal_nan=True)
+        assert got_saturated.cpu() == saturated
 
 
 def test_ties_of_activations():
@@ -108,6 +110,38 @@ def test_ties_of_activations():
     values, _ = quantize_activations(x, input_scale)
     got, _ = quantize_activations(x.to(DEVICE), input_scale.to(DEVICE))
     assert_same_bits(got, values)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+@pytest.mark.parametrize("exponent", [-6, -3, 0])
+def test_ties_in_the_kernel(exponent, dtype):
+    """A midpoint of at most 3 bits times a scale of 4 is exact in 16 bits: ties stay ties."""
+    x, input_scale = tie_weight(exponent)
+    x = x[x.abs().amax(1) <= torch.finfo(dtype).max / 2]
+    assert torch.equal(x.to(dtype).float(), x)
+    values, _ = quantize_activations(x, input_scale)
+    got, _ = torch.ops.nvfp4r.quantize(x.to(DEVICE, dtype), input_scale.to(DEVICE))
+    assert_same_bits(got.float(), values)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+@pytest.mark.parametrize("scale", [1.0, 1 / 3, 3.7e-3, 1e-30, 1e30])
+def test_every_16_bit_number_as_the_largest_of_its_block(dtype, scale):
+    x = torch.zeros(1 << 16, 16, dtype=torch.int16)
+    x[:, 0] = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16)
+    x[:, 7] = x[:, 0] - 0x40  # something below it
+    x = x.view(dtype)
+    values, saturated = quantize_activations(x, torch.tensor(scale))
+    got, got_saturated = torch.ops.nvfp4r.quantize(x.to(DEVICE), torch.tensor(scale, device=DEVICE))
+    torch.testing.assert_close(got.float().cpu(), values, rtol=0, atol=0, equal_nan=True)
+    assert int(got_saturated) == int(saturated)
+
+
+def test_a_view_that_starts_between_16_bytes():
+    x = torch.randn(33, device=DEVICE).bfloat16()[1:]
+    got, _ = torch.ops.nvfp4r.quantize(x, torch.tensor(0.01, device=DEVICE))
+    values, _ = quantize_activations(x.cpu(), torch.tensor(0.01))
+    assert_same_bits(got.float(), values)
 
 
 def test_a_layer_with_quantised_activations_does_not_wait_for_the_device():

@@ -5,7 +5,7 @@ import torch
 
 from nvfp4r import quantize
 from nvfp4r.format import NVFP4Tensor
-from nvfp4r.ops import gemv, linear
+from nvfp4r.ops import gemm, gemv, linear
 from nvfp4r.packed import pack
 from nvfp4r.quantize import quantize_activations
 from nvfp4r.reference import dequantize
@@ -32,13 +32,14 @@ def assert_close(y, x, weight, bias):
 
 
 @pytest.mark.parametrize("order", DTYPES)
-@pytest.mark.parametrize("M", [1, 16, 17])
+@pytest.mark.parametrize("M", [1, 64, 65])
 def test_linear_and_gemv_compute_the_reference(order, M):
     weight, x, bias, stored, sizes = example(order, M)
     y = linear(x, *stored, bias, None, *sizes)
     assert y.dtype == x.dtype
     assert_close(y, x, weight, bias)
-    if M <= 16:
+    assert torch.equal(gemm(x, *stored, bias, None, *sizes), y)
+    if M <= 64:
         assert torch.equal(gemv(x, *stored, bias, None, *sizes), y)
 
 
@@ -72,6 +73,7 @@ def test_the_op_survives_opcheck():
     arguments = (x, *stored, bias, None, *sizes)
     torch.library.opcheck(torch.ops.nvfp4r.linear.default, arguments)
     torch.library.opcheck(torch.ops.nvfp4r.gemv.default, arguments)
+    torch.library.opcheck(torch.ops.nvfp4r.gemm.default, arguments)
     torch.library.opcheck(torch.ops.nvfp4r.quantize.default, (x, torch.tensor(0.01)))
 
 
@@ -97,8 +99,8 @@ def test_bad_tensors_are_named_before_anything_runs(change, error, message):
 
 
 def test_gemv_refuses_many_tokens_and_unknown_orders():
-    _, x, bias, stored, sizes = example("bf16", 17)
-    with pytest.raises(ValueError, match="17 tokens; 1 to 16"):
+    _, x, bias, stored, sizes = example("bf16", 65)
+    with pytest.raises(ValueError, match="65 tokens; 1 to 64"):
         gemv(x, *stored, bias, None, *sizes)
     with pytest.raises(ValueError, match="order is 'f32'"):
         linear(x, *stored, bias, None, 40, 144, "f32")
@@ -110,3 +112,19 @@ def test_a_misaligned_weight_is_refused():
     shifted = storage[1:].view(tiles.shape)
     with pytest.raises(ValueError, match="multiple of 16 bytes"):
         linear(x, shifted, alpha, bias, None, *sizes)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_quantize_keeps_the_dtype_and_the_values(dtype):
+    x = (8 * torch.randn(3, 5, 48, generator=torch.Generator().manual_seed(0))).to(dtype)
+    scale = torch.tensor(1e-3)
+    values, saturated = torch.ops.nvfp4r.quantize(x, scale)
+    expected, expected_saturated = quantize_activations(x, scale)
+    assert values.dtype == dtype
+    assert torch.equal(values.float(), expected)
+    assert int(saturated) == int(expected_saturated) > 0
+
+
+def test_quantize_names_a_bad_scale():
+    with pytest.raises(ValueError, match=r"input_scale is 0\.0"):
+        torch.ops.nvfp4r.quantize(torch.ones(1, 16), torch.tensor(0.0))

@@ -4,8 +4,10 @@ import pytest
 
 from nvfp4r.plan import DeviceFacts, choose_plan
 
-H200 = DeviceFacts(sm_count=132, shared_bytes_per_block=232_448, has_pdl=True)
-RTX_3090 = DeviceFacts(sm_count=82, shared_bytes_per_block=101_376, has_pdl=False)
+H200 = DeviceFacts(sm_count=132, shared_bytes_per_block=232_448, has_pdl=True, has_cluster=True)
+RTX_3090 = DeviceFacts(
+    sm_count=82, shared_bytes_per_block=101_376, has_pdl=False, has_cluster=False
+)
 
 MEASURED = [  # N, K, warps, CTAs: the table of plan.py
     (4096, 4096, 8, 256),
@@ -24,36 +26,81 @@ MEASURED = [  # N, K, warps, CTAs: the table of plan.py
 @pytest.mark.parametrize("M", [1, 8])
 def test_measured_shapes(M, N, K, warps, grid):
     plan = choose_plan(M, N, K, "bf16", H200)
-    assert plan.kernel == f"linear_small_bf16_n1_w{warps}"
+    assert plan.kernel == f"linear_small_bf16_w{warps}"
     assert (plan.grid, plan.threads, plan.pdl) == (grid, 32 * (warps + 1), True)
+
+
+MEASURED_MEDIUM = [  # M, N, K, row tiles a warp, CTAs of a cluster, clusters
+    (16, 4096, 4096, 1, 4, 43),
+    (16, 5120, 25600, 2, 8, 27),
+    (16, 24576, 4096, 1, 1, 256),
+    (16, 51200, 5120, 2, 1, 264),
+    (32, 5120, 25600, 1, 4, 54),
+    (32, 7168, 5120, 1, 4, 56),
+    (32, 10240, 5120, 1, 2, 107),
+    (32, 51200, 5120, 1, 1, 264),
+    (64, 4096, 12288, 1, 2, 64),
+    (64, 5120, 17408, 2, 4, 20),
+    (64, 10240, 5120, 2, 2, 46),
+    (64, 24576, 4096, 2, 1, 96),
+]
+
+
+@pytest.mark.parametrize(("M", "N", "K", "held", "cluster", "clusters"), MEASURED_MEDIUM)
+def test_measured_shapes_for_more_tokens(M, N, K, held, cluster, clusters):
+    plan = choose_plan(M, N, K, "f16", H200)
+    assert plan.kernel == f"linear_medium_f16_n{M // 8}_r{held}"
+    assert (plan.cluster, plan.grid) == (cluster, cluster * clusters)
 
 
 @pytest.mark.parametrize("device", [H200, RTX_3090])
 @pytest.mark.parametrize("order", ["bf16", "f16"])
-@pytest.mark.parametrize("M", [1, 2, 7, 8, 9, 16])
+@pytest.mark.parametrize("M", [1, 2, 7, 8, 9, 16, 17, 32, 33, 48, 49, 64])
 @pytest.mark.parametrize("N", [1, 8, 24, 1000, 1024, 4096, 151_936])
 @pytest.mark.parametrize("K", [16, 48, 64, 192, 448, 3696, 25_600])
 def test_every_small_shape_has_a_legal_plan(device, order, M, N, K):
     plan = choose_plan(M, N, K, order, device)
-    assert plan.path == "small"
-    assert 1 <= plan.grid <= -(-N // 16)
+    assert plan.path == ("small" if M <= 8 else "medium")
+    assert plan.grid % plan.cluster == 0
+    assert 1 <= plan.grid // plan.cluster <= -(-N // 16)
+    assert plan.cluster in ((1, 2, 4, 8) if device.has_cluster else (1,))
+    assert plan.depth >= 1
     assert plan.shared_bytes <= device.shared_bytes_per_block
-    warps = int(plan.kernel.rsplit("_w", 1)[1])
-    assert plan.threads == 32 * (warps + 1) <= 1024
-    assert f"_n{1 if M <= 8 else 2}_" in plan.kernel
     assert plan.pdl == device.has_pdl
+    if M <= 8:
+        assert plan.threads == 32 * (int(plan.kernel.rsplit("_w", 1)[1]) + 1) <= 1024
+    else:
+        groups = int(plan.kernel.split("_n")[1][0])
+        assert groups * 8 >= M
+        assert plan.x_depth >= 1
 
 
-def test_rows_get_the_same_plan_for_every_m_up_to_8():
+def test_two_ctas_fit_on_an_sm_where_the_rule_counts_on_it():
+    for N, K, _, _ in MEASURED:
+        for M in (9, 16, 17, 32):
+            assert 2 * (choose_plan(M, N, K, "bf16", H200).shared_bytes + 1024) <= 228 * 1024
+
+
+def test_quantised_activations_have_kernels_of_their_own_for_few_tokens():
+    assert choose_plan(8, 4096, 4096, "bf16", H200, True).kernel == "linear_small_bf16_w8_q"
+    assert choose_plan(9, 4096, 4096, "bf16", H200, True) == choose_plan(
+        9, 4096, 4096, "bf16", H200
+    )
+
+
+@pytest.mark.parametrize("bounds", [(1, 8), (9, 16), (17, 32), (33, 48), (49, 64)])
+def test_rows_get_the_same_plan_within_a_range_of_m(bounds):
     """So that the bits of a row do not depend on its neighbours (K7)."""
+    first, last = bounds
     for N, K, _, _ in MEASURED:
         plans = {
-            (p.kernel, p.grid) for p in (choose_plan(M, N, K, "bf16", H200) for M in range(1, 9))
+            (p.kernel, p.grid, p.cluster)
+            for p in (choose_plan(M, N, K, "bf16", H200) for M in range(first, last + 1))
         }
         assert len(plans) == 1
 
 
-@pytest.mark.parametrize("M", [17, 64, 4096])
+@pytest.mark.parametrize("M", [65, 128, 4096])
 def test_large_m_is_unpacked_and_says_why(M):
     plan = choose_plan(M, 4096, 4096, "bf16", H200)
     assert plan.path == "unpack"

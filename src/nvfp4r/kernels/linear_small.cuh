@@ -1,4 +1,4 @@
-// y[M, N] = alpha * (x[M, K] w[N, K]^T) + bias for M <= 16, every weight read once.
+// y[M, N] = alpha * (x[M, K] w[N, K]^T) + bias for M <= 8, every weight read once.
 //
 // A CTA walks over row tiles of 16 outputs. Its W consumer warps share K: in a stage, warp w takes
 // the 256 columns 256 (W s + w), so that a stage is contiguous in memory. A producer warp keeps a
@@ -12,29 +12,14 @@
 // Numbers: products of code, block scale and activation are exact in the tensor core; sums are
 // float32, in an order that depends on the plan alone and never on M. alpha is applied in float32.
 #pragma once
-#include "decode.cuh"
+#include "linear_args.cuh"
+#include "quantize.cuh"
 #include "stages.cuh"
 
-struct LinearArgs {
-    const u8* weight;          // [tiles][kblocks][1152] (docs/layout.md)
-    const u16* x;              // [M, K] fp16 or bf16
-    u16* y;                    // [M, N], x's dtype
-    const float* alpha;        // [N]
-    const u16* bias;           // [N], x's dtype, or null
-    const float* input_scale;  // [] for quantised activations, or null
-    int M, N, K;
-    int tiles;                 // ceil(N / 16)
-    int kblocks;               // ceil(K / 128)
-    int depth;                 // stages of the ring
-};
-
-__device__ constexpr int kTileBytes = 1152;  // 16 rows x 128 columns: 2 x 512 codes, 128 scales
-__device__ constexpr int kUnitBytes = 2 * kTileBytes;
-
-// One 16 x 64 half tile: 4 words and 2 scales a lane, NT x 8 tokens.
-template <int MODE, int NT>
-__device__ __forceinline__ void multiply_half(float (&acc)[NT][4], const Vec4& words, u32 scales,
-                                              const Vec4 (&x)[NT][2]) {
+// One 16 x 64 half tile: 4 words and 2 scales a lane, and 16 columns of x.
+template <int MODE>
+__device__ __forceinline__ void multiply_half(float (&acc)[4], const Vec4& words, u32 scales,
+                                              const Block& x) {
     const u32 low = both_low(scales), high = both_high(scales);
 #pragma unroll
     for (int j = 0; j < 4; j++) {
@@ -44,12 +29,8 @@ __device__ __forceinline__ void multiply_half(float (&acc)[NT][4], const Vec4& w
         a[1] = multiply_pairs<MODE>(a[1], high);
         a[2] = multiply_pairs<MODE>(a[2], low);
         a[3] = multiply_pairs<MODE>(a[3], high);
-#pragma unroll
-        for (int n = 0; n < NT; n++) {
-            const u32 b0 = x[n][j / 2].v[2 * (j & 1)], b1 = x[n][j / 2].v[2 * (j & 1) + 1];
-            if (MODE == X_BF16) mma_bf16(acc[n], a, b0, b1);
-            else mma_f16(acc[n], a, b0, b1);
-        }
+        if (MODE == X_BF16) mma_bf16(acc, a, x.v[2 * j], x.v[2 * j + 1]);
+        else mma_f16(acc, a, x.v[2 * j], x.v[2 * j + 1]);
     }
 }
 
@@ -78,7 +59,8 @@ __device__ __forceinline__ void produce(const LinearArgs& p, int tile0, int tile
     }
 }
 
-template <int MODE, int NT, int W>
+// QUANTIZE: x is rounded to NVFP4 under p.input_scale on its way.
+template <int MODE, int W, bool QUANTIZE>
 __device__ __forceinline__ void linear_small(const LinearArgs& p) {
     constexpr u32 kStageBytes = W * kUnitBytes;
     extern __shared__ __align__(128) u8 shared[];
@@ -107,31 +89,19 @@ __device__ __forceinline__ void linear_small(const LinearArgs& p) {
     wait_for_previous_kernel();
 
     // Activations of my two blocks of 128 columns. Lanes without a token keep zeros.
-    Vec4 x[2][2][NT][2] = {};  // [block][half][tokens / 8][16 columns]
-    const u16* x_first[NT];
-    const u16* x_next[NT];
-    int limit[NT];  // columns from here on do not exist for this lane
+    Block x[2][2] = {};  // [block][half], 16 columns
     const int first_column = 256 * warp;
-#pragma unroll
-    for (int n = 0; n < NT; n++) {
-        x_first[n] = x_next[n] = p.x + (u64)(g + 8 * n) * p.K + 16 * t + first_column;
-        limit[n] = g + 8 * n < p.M ? p.K - 16 * t : 0;
-    }
+    const u16* x_first = p.x + (u64)g * p.K + 16 * t + first_column;
+    const u16* x_next = x_first;
+    const int limit = g < p.M ? p.K - 16 * t : 0;  // columns from here on do not exist for this lane
     int column_next = first_column;
     auto load_x = [&](int k) {
-#pragma unroll
-        for (int n = 0; n < NT; n++) {
-            const u16* from = x_next[n];
-            if (k == 0) {
-                load_global_32_if<0>(x[0][0][n][0], x[0][0][n][1], from, column_next, limit[n]);
-                load_global_32_if<128>(x[0][1][n][0], x[0][1][n][1], from, column_next + 64,
-                                       limit[n]);
-            } else {
-                load_global_32_if<256>(x[1][0][n][0], x[1][0][n][1], from, column_next + 128,
-                                       limit[n]);
-                load_global_32_if<384>(x[1][1][n][0], x[1][1][n][1], from, column_next + 192,
-                                       limit[n]);
-            }
+        if (k == 0) {
+            load_block_if<0>(x[0][0].v, x_next, column_next, limit);
+            load_block_if<128>(x[0][1].v, x_next, column_next + 64, limit);
+        } else {
+            load_block_if<256>(x[1][0].v, x_next, column_next + 128, limit);
+            load_block_if<384>(x[1][1].v, x_next, column_next + 192, limit);
         }
     };
     load_x(0);
@@ -153,21 +123,24 @@ __device__ __forceinline__ void linear_small(const LinearArgs& p) {
             alpha = p.alpha[row];
             if (p.bias) bias = MODE == X_BF16 ? bf16_to_f32(p.bias[row]) : f16_to_f32(p.bias[row]);
         }
-        float acc[NT][4] = {};
+        float acc[4] = {};
         auto multiply_block = [&](int k) {
             const u32 at = stage + k * kTileBytes;
             const Vec4 words0 = load_shared_16(words_at + at);
             const Vec4 words1 = load_shared_16(words_at + at + 512);
             const u32 scales = load_shared_4(scales_at + at);
-            multiply_half<MODE, NT>(acc, words0, decode_scales<MODE>(scales, 0), x[k][0]);
-            multiply_half<MODE, NT>(acc, words1, decode_scales<MODE>(scales, 1), x[k][1]);
+            if (QUANTIZE) {
+                quantize_block<MODE>(x[k][0].v, input_scale);
+                quantize_block<MODE>(x[k][1].v, input_scale);
+            }
+            multiply_half<MODE>(acc, words0, decode_scales<MODE>(scales, 0), x[k][0]);
+            multiply_half<MODE>(acc, words1, decode_scales<MODE>(scales, 1), x[k][1]);
         };
         int column = first_column;
         for (int chunk = 0; chunk < chunks; chunk++) {
             const bool last = chunk + 1 == chunks;
             column_next = last ? first_column : column + 256 * W;
-#pragma unroll
-            for (int n = 0; n < NT; n++) x_next[n] = last ? x_first[n] : x_next[n] + 256 * W;
+            x_next = last ? x_first : x_next + 256 * W;
             barrier_wait(barrier, parity);
             if (column + 256 <= p.K) {
                 multiply_block(0);
@@ -178,11 +151,8 @@ __device__ __forceinline__ void linear_small(const LinearArgs& p) {
 #pragma unroll
                 for (int k = 0; k < 2; k++) {
 #pragma unroll
-                    for (int n = 0; n < NT; n++)
-#pragma unroll
-                        for (int h = 0; h < 2; h++)
-                            if (column + 128 * k + 64 * h >= limit[n])
-                                x[k][h][n][0] = x[k][h][n][1] = Vec4{};
+                    for (int h = 0; h < 2; h++)
+                        if (column + 128 * k + 64 * h >= limit) x[k][h] = Block{};
                     if (column + 128 * k < p.K) multiply_block(k);
                     load_x(k);
                 }
@@ -202,15 +172,11 @@ __device__ __forceinline__ void linear_small(const LinearArgs& p) {
         float* buffer = sums + ((tile - tile0) & 1) * W * outputs;
         float* part = buffer + warp * outputs;
 #pragma unroll
-        for (int n = 0; n < NT; n++) {
-            const int token = 8 * n + 2 * t;
+        for (int i = 0; i < 2; i++) {
+            const int token = 2 * t + i;
             if (token < p.M) {
-                part[token * 16 + g] = acc[n][0];
-                part[token * 16 + g + 8] = acc[n][2];
-            }
-            if (token + 1 < p.M) {
-                part[(token + 1) * 16 + g] = acc[n][1];
-                part[(token + 1) * 16 + g + 8] = acc[n][3];
+                part[token * 16 + g] = acc[i];
+                part[token * 16 + g + 8] = acc[2 + i];
             }
         }
         asm volatile("bar.sync 1, %0;" :: "n"(32 * W) : "memory");  // consumers only

@@ -1,20 +1,46 @@
-// The one module of this package: every kernel, compiled for one target.
+// The one module of this package: every kernel, compiled for one target. Names as plan.py spells
+// them. CTAS is how many CTAs of a kernel an SM shall hold, which bounds registers.
+#include "linear_medium.cuh"
 #include "linear_small.cuh"
+#include "quantize.cuh"
+#include "unpack.cuh"
 
-// Names as plan.py spells them: linear_small_<dtype>_n<tokens / 8>_w<consumer warps>. BLOCKS is how
-// many CTAs an SM shall hold, which bounds registers.
-#define SMALL(NAME, MODE, NT, W, BLOCKS)                                                       \
-    extern "C" __global__ void __launch_bounds__(32 * (W + 1), BLOCKS)                         \
-        linear_small_##NAME##_n##NT##_w##W(const __grid_constant__ LinearArgs p) {             \
-        linear_small<MODE, NT, W>(p);                                                          \
+// linear_small_<dtype>_w<consumer warps>, and with _q for activations that are quantised on the way.
+#define SMALL(NAME, MODE, W, Q, QUANTIZE, CTAS)                                                 \
+    extern "C" __global__ void __launch_bounds__(32 * (W + 1), CTAS)                            \
+        linear_small_##NAME##_w##W##Q(const __grid_constant__ LinearArgs p) {                   \
+        linear_small<MODE, W, QUANTIZE>(p);                                                     \
     }
-#define SMALL_ALL(NAME, MODE)                                                                  \
-    SMALL(NAME, MODE, 1, 4, 6)                                                                 \
-    SMALL(NAME, MODE, 1, 8, 3)                                                                 \
-    SMALL(NAME, MODE, 1, 12, 2)                                                                \
-    SMALL(NAME, MODE, 2, 4, 3)                                                                 \
-    SMALL(NAME, MODE, 2, 8, 1)                                                                 \
-    SMALL(NAME, MODE, 2, 12, 1)
 
-SMALL_ALL(f16, X_F16)
-SMALL_ALL(bf16, X_BF16)
+// linear_medium_<dtype>_n<tokens / 8>_r<row tiles a warp>.
+#define MEDIUM(NAME, MODE, NT, RT, CTAS)                                                        \
+    extern "C" __global__ void __launch_bounds__(32 * (kMediumWarps + kXWarps), CTAS)           \
+        linear_medium_##NAME##_n##NT##_r##RT(const __grid_constant__ LinearArgs p) {            \
+        linear_medium<MODE, NT, RT>(p);                                                         \
+    }
+
+#define ALL(NAME, MODE)                                                                         \
+    SMALL(NAME, MODE, 4, , false, 6)                                                            \
+    SMALL(NAME, MODE, 8, , false, 3)                                                            \
+    SMALL(NAME, MODE, 12, , false, 2)                                                           \
+    SMALL(NAME, MODE, 4, _q, true, 4)                                                           \
+    SMALL(NAME, MODE, 8, _q, true, 2)                                                           \
+    SMALL(NAME, MODE, 12, _q, true, 1)                                                          \
+    MEDIUM(NAME, MODE, 2, 1, 2)                                                                 \
+    MEDIUM(NAME, MODE, 2, 2, 2)                                                                 \
+    MEDIUM(NAME, MODE, 4, 1, 2)                                                                 \
+    MEDIUM(NAME, MODE, 6, 1, 1)                                                                 \
+    MEDIUM(NAME, MODE, 6, 2, 1)                                                                 \
+    MEDIUM(NAME, MODE, 8, 1, 1)                                                                 \
+    MEDIUM(NAME, MODE, 8, 2, 1)                                                                 \
+    extern "C" __global__ void __launch_bounds__(256)                                           \
+        quantize_##NAME(const __grid_constant__ QuantizeArgs p) {                               \
+        quantize<MODE>(p);                                                                      \
+    }                                                                                           \
+    extern "C" __global__ void __launch_bounds__(256)                                           \
+        unpack_##NAME(const __grid_constant__ UnpackArgs p) {                                   \
+        unpack<MODE>(p);                                                                        \
+    }
+
+ALL(f16, X_F16)
+ALL(bf16, X_BF16)

@@ -88,17 +88,16 @@ __device__ __forceinline__ u32 load_shared_4(u32 address) {
     return r;
 }
 
-// 32 bytes, only where `first < limit`; elsewhere `low` and `high` stay as they are. A plain load:
+// 16 values, only where `first < limit`; elsewhere the registers stay as they are. A plain load:
 // activations were written by the kernel before, and only a coherent load after
 // wait_for_previous_kernel is sure to see that.
 template <int OFFSET>
-__device__ __forceinline__ void load_global_32_if(Vec4& low, Vec4& high, const void* p, int first,
-                                                  int limit) {
+__device__ __forceinline__ void load_block_if(u32 (&d)[8], const void* p, int first, int limit) {
     asm volatile("{\n.reg .pred w;\nsetp.lt.s32 w, %9, %10;\n"
                  "@w ld.global.v4.b32 {%0,%1,%2,%3}, [%8 + %11];\n"
                  "@w ld.global.v4.b32 {%4,%5,%6,%7}, [%8 + %12];\n}"
-                 : "+r"(low.v[0]), "+r"(low.v[1]), "+r"(low.v[2]), "+r"(low.v[3]),
-                   "+r"(high.v[0]), "+r"(high.v[1]), "+r"(high.v[2]), "+r"(high.v[3])
+                 : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3]),
+                   "+r"(d[4]), "+r"(d[5]), "+r"(d[6]), "+r"(d[7])
                  : "l"(p), "r"(first), "r"(limit), "n"(OFFSET), "n"(OFFSET + 16));
 }
 

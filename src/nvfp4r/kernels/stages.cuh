@@ -40,6 +40,17 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
                  "DONE:\n}" :: "r"(barrier), "r"(parity) : "memory");
 }
 
+// 16 bytes of this lane; both addresses are multiples of 16.
+__device__ __forceinline__ void copy_async_16(u32 target, const void* source) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(target), "l"(source)
+                 : "memory");
+}
+
+// This lane's arrival, once all its copies so far are in place.
+__device__ __forceinline__ void arrive_after_copies(u32 barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" :: "r"(barrier) : "memory");
+}
+
 // The producer's side. Every lane of its warp calls these with the same arguments.
 struct Producer {
     int lane;
@@ -70,16 +81,14 @@ struct Producer {
                          :: "r"(target), "l"(source), "r"(bytes), "r"(full), "l"(policy)
                          : "memory");
 #else
-        for (u32 at = 16 * lane; at < bytes; at += 512)
-            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
-                         :: "r"(target + at), "l"(source + at) : "memory");
+        for (u32 at = 16 * lane; at < bytes; at += 512) copy_async_16(target + at, source + at);
 #endif
     }
 
     // All pieces are on their way; `full` completes when they have arrived.
     __device__ __forceinline__ void end(u32 full) const {
 #if !NVFP4R_HAS_BULK_COPY
-        asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" :: "r"(full) : "memory");
+        arrive_after_copies(full);
 #endif
     }
 };

@@ -1,0 +1,155 @@
+"""Calls of the CUDA kernels: arguments as the sources declare them, outputs, grids.
+
+Nothing is checked here: ops.py has looked at every tensor before. Knows the argument structures of
+kernels/*.cuh; which kernel computes a product is plan.py's choice.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nvfp4r.format import BLOCK
+from nvfp4r.jit import UnsupportedGPUError, load_module, target_for
+from nvfp4r.packed import ORDERS
+from nvfp4r.plan import TILE_ROWS, DeviceFacts, Plan
+
+_LINEAR = struct.Struct("@6P7i0P")  # struct LinearArgs of kernels/linear_args.cuh
+_QUANTIZE = struct.Struct("@4PQ")  # struct QuantizeArgs of kernels/quantize.cuh
+_UNPACK = struct.Struct("@2P4i")  # struct UnpackArgs of kernels/unpack.cuh
+_THREADS = 256  # of the two that go through memory once
+_CTAS_PER_SM = 8
+_UNPACKED_ELEMENTS = 1 << 25  # of a chunk: 64 MiB, enough to keep a dense product efficient
+
+
+class Layer(NamedTuple):
+    """What the ops take beside x, as a schema can carry it: a `PackedWeight` and its companions.
+
+    Attributes:
+        tiles, alpha, N, K, order: of a `PackedWeight`.
+        bias: [N] in x's dtype, or None.
+        input_scale: float32 []; given, x is quantised to NVFP4 first (W4A4).
+    """
+
+    tiles: Tensor
+    alpha: Tensor
+    bias: Tensor | None
+    input_scale: Tensor | None
+    N: int
+    K: int
+    order: str
+
+
+def device_facts(index: int) -> DeviceFacts | None:
+    """Of a GPU that the kernels are built for, else None."""
+    try:
+        return required_facts(index)
+    except UnsupportedGPUError:
+        return None
+
+
+@cache
+def required_facts(index: int) -> DeviceFacts:
+    """Of a GPU.
+
+    Raises:
+        UnsupportedGPUError: the kernels are not built for it.
+    """
+    target = target_for(torch.cuda.get_device_capability(index))
+    return DeviceFacts(
+        sm_count=torch.cuda.get_device_properties(index).multi_processor_count,
+        shared_bytes_per_block=target.shared_bytes_per_block,
+        has_pdl=target.has_pdl,
+        has_cluster=target.has_cluster,
+    )
+
+
+def run_plan(plan: Plan, x: Tensor, layer: Layer, out: Tensor | None = None) -> Tensor:
+    """Launch the kernel of a plan; for the ops, and for measurements that compare plans.
+
+    Args:
+        x: [M, K]; the plan was made for this M, and with `quantised` if there is an input scale.
+        out: [M, N], contiguous, in x's dtype; a new one by default.
+    """
+    x = _aligned(x)
+    M, N, K = x.shape[0], layer.N, layer.K
+    y = torch.empty((M, N), dtype=x.dtype, device=x.device) if out is None else out
+    argument = _LINEAR.pack(
+        layer.tiles.data_ptr(),
+        x.data_ptr(),
+        y.data_ptr(),
+        layer.alpha.data_ptr(),
+        0 if layer.bias is None else layer.bias.data_ptr(),
+        0 if layer.input_scale is None else layer.input_scale.data_ptr(),
+        *(M, N, K, layer.tiles.shape[0], layer.tiles.shape[1], plan.depth, plan.x_depth),
+    )
+    with torch.cuda.device(x.device):
+        load_module(x.device.index).kernel(plan.kernel).launch(
+            argument,
+            grid=(plan.grid, 1, 1),
+            block=plan.threads,
+            shared_bytes=plan.shared_bytes,
+            cluster=plan.cluster,
+            pdl=plan.pdl,
+            stream=torch.cuda.current_stream().cuda_stream,
+        )
+    return y
+
+
+def run_quantize(x: Tensor, input_scale: Tensor, facts: DeviceFacts) -> tuple[Tensor, Tensor]:
+    """`torch.ops.nvfp4r.quantize` of 16-bit activations."""
+    x = _aligned(x)
+    values = torch.empty_like(x)
+    saturated = torch.zeros((), dtype=torch.int64, device=x.device)
+    blocks = x.numel() // BLOCK
+    if blocks:
+        pointers = (x, values, saturated, input_scale)
+        argument = _QUANTIZE.pack(*(tensor.data_ptr() for tensor in pointers), blocks)
+        _go_through("quantize", x, argument, blocks, facts)
+    return values, saturated
+
+
+def unpacked_rows(layer: Layer, M: int, facts: DeviceFacts) -> Iterator[tuple[Tensor, slice]]:
+    """The exact `e2m1 * e4m3` of some rows at a time, [rows, K] in the dtype of `order`.
+
+    A chunk is overwritten by the next. Chunks are smaller for large M, whose product with a chunk
+    takes memory too.
+    """
+    dtype = next(dtype for dtype, order in ORDERS.items() if order == layer.order)
+    tile_count, kblocks, _ = layer.tiles.shape
+    step = max(1, _UNPACKED_ELEMENTS // (max(layer.K, M) * TILE_ROWS))
+    rows_at_once = min(layer.N, step * TILE_ROWS)
+    matrix = torch.empty((rows_at_once, layer.K), dtype=dtype, device=layer.tiles.device)
+    for tile in range(0, tile_count, step):
+        tiles = min(step, tile_count - tile)
+        rows = slice(tile * TILE_ROWS, min(layer.N, (tile + tiles) * TILE_ROWS))
+        count = rows.stop - rows.start
+        argument = _UNPACK.pack(
+            layer.tiles[tile].data_ptr(), matrix.data_ptr(), count, layer.K, tiles, kblocks
+        )
+        _go_through("unpack", matrix, argument, tiles * kblocks * 32, facts)
+        yield matrix[:count], rows
+
+
+def _go_through(name: str, like: Tensor, argument: bytes, threads: int, facts: DeviceFacts) -> None:
+    """Launch `<name>_<dtype>` with so many threads, or as many as the GPU holds in a loop."""
+    grid = min(-(-threads // _THREADS), _CTAS_PER_SM * facts.sm_count)
+    with torch.cuda.device(like.device):
+        load_module(like.device.index).kernel(f"{name}_{ORDERS[like.dtype]}").launch(
+            argument,
+            grid=(grid, 1, 1),
+            block=_THREADS,
+            pdl=facts.has_pdl,
+            stream=torch.cuda.current_stream().cuda_stream,
+        )
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Contiguous, and at a multiple of 16 bytes, as the loads need it; torch allocates aligned."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % 16 else x
