@@ -15,7 +15,10 @@ HEAVY = (
     *("matplotlib", "typer", "rich"),
 )
 CLI_MODULES = ("cli", "console")
-ADAPTERS = {"reset": ("hf", "engine", "hub"), "nvfp4r": ("hf",)}
+ADAPTERS = {
+    "reset": ("hf", "engine", "hub", "_triton", "_triton_rule", "_triton_launch", "vllm"),
+    "nvfp4r": ("hf",),
+}
 
 
 def top_level_imports(path: Path) -> set[str]:

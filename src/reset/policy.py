@@ -1,38 +1,28 @@
 """The batched temperature policy: from one entropy per request to one temperature per request.
 
 State and parameters live on the device, one row ("slot") per request; a step reads and writes them
-with a fixed number of tensor operations and never waits for the device. docs/policy.md gives the
-equations. Knows nothing of logits, tokens or engines.
+with a fixed number of tensor operations and never waits for the device. The rule itself is in
+`reset.rule`. Knows nothing of logits, tokens or engines.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from reset.config import ESTIMATORS, POLICIES, ReSETConfig
+from reset.config import ReSETConfig
+from reset.rule import (
+    HISTORY_COLUMNS,
+    PARAM_COLUMNS,
+    Decision,
+    decide_rows,
+    parameter_row,
+    window_cells,
+)
 
-# Columns of `state`, float64. Sums of float32 entropies are exact or nearly so in float64; in
-# float32 the rounding would decide "H_step <= H_bar" where the two means are equal, which is the
-# whole first step of every request.
-_RUN_SUM, _WINDOW_SUM, _STEP_SUM, _EMA, _COUNT, _STEP_COUNT = range(6)
-_STATE_COLUMNS = 6
-
-# Columns of `params`, float64.
-_T_LOW, _T_HIGH, _TAU_0, _BASE_TEMP, _WINDOW, _POLICY, _ESTIMATOR = range(7)
-_PARAM_COLUMNS = 7
-
-
-class Decision(NamedTuple):
-    """What the policy decided for each row, and from what; all [B], entropies in nats."""
-
-    temperature: Tensor  # float32; NaN if the row's entropy, now or earlier, was NaN
-    threshold: Tensor  # float64 tau_t; +inf: T_low whatever H_t is; NaN: no threshold ("fixed")
-    entropy: Tensor  # float64 H_t, as given
-    step_entropy: Tensor  # float64 H_step
-    mean_entropy: Tensor  # float64 H_bar
+__all__ = ["Decision", "TemperaturePolicy"]
 
 
 class TemperaturePolicy:
@@ -62,9 +52,10 @@ class TemperaturePolicy:
             raise ValueError(f"slots is {slots}; at least 1 request must fit")
         self.slots = slots
         self.max_window = max_window if max_window is not None else config.window
-        self.state = torch.zeros((slots, _STATE_COLUMNS), dtype=torch.float64, device=device)
-        self.params = torch.empty((slots, _PARAM_COLUMNS), dtype=torch.float64, device=device)
-        self._ring = torch.zeros(slots * self.max_window, dtype=torch.float32, device=device)
+        self.state = torch.zeros((slots, HISTORY_COLUMNS), dtype=torch.float64, device=device)
+        self.params = torch.empty((slots, PARAM_COLUMNS), dtype=torch.float64, device=device)
+        self.ring = torch.zeros(slots * self.max_window, dtype=torch.float32, device=device)
+        self.kernels: Any = None  # what `scale_logits` keeps between calls on a GPU
         self._every_slot = torch.arange(slots, device=device)
         self._greedy_slots: set[int] = set()
         self.configure(config)
@@ -93,14 +84,7 @@ class TemperaturePolicy:
         chosen = list(range(self.slots)) if slots is None else slots
         if bad := [slot for slot in chosen if not 0 <= slot < self.slots]:
             raise ValueError(f"slot {bad[0]} does not exist; slots are 0 .. {self.slots - 1}")
-        row = [0.0] * _PARAM_COLUMNS
-        row[_T_LOW] = config.t_low if config.t_low is not None else torch.nan
-        row[_T_HIGH] = config.t_high
-        row[_TAU_0] = config.tau_0 if config.tau_0 is not None else torch.nan
-        row[_BASE_TEMP] = config.base_temp
-        row[_WINDOW] = float(config.window)
-        row[_POLICY] = float(POLICIES.index(config.policy))
-        row[_ESTIMATOR] = float(ESTIMATORS.index(config.estimator))
+        row = parameter_row(config)
         index = torch.tensor(chosen, dtype=torch.int64, device=self.device)
         self.params[index] = torch.tensor(row, dtype=torch.float64, device=self.device)
         self.state[index] = 0.0
@@ -136,103 +120,45 @@ class TemperaturePolicy:
         self, entropy_nats: Tensor, new_step: Tensor, slots: Tensor | None = None
     ) -> Decision:
         """As `step`, but returns the threshold and the means behind the temperature as well."""
-        slots = self._check(entropy_nats, new_step, slots)
+        if entropy_nats.ndim != 1 or not entropy_nats.is_floating_point():
+            raise ValueError(
+                f"entropy_nats is {tuple(entropy_nats.shape)} {entropy_nats.dtype}; "
+                "a floating-point [B] is needed"
+            )
+        self.check_rows("entropy_nats", entropy_nats, new_step, slots)
+        if slots is None:
+            slots = self._every_slot[: entropy_nats.shape[0]]
         entropy = entropy_nats.to(torch.float32).to(torch.float64)  # float32 is what is kept
         params = self.params.index_select(0, slots)  # [B, params]
-        state = self.state.index_select(0, slots)  # [B, columns]
-        run_sum, window_sum, step_sum, ema, count, step_count = state.unbind(1)
-        step_sum = torch.where(new_step, 0.0, step_sum)
-        step_count = torch.where(new_step, 0.0, step_count)
-        window = params[:, _WINDOW]
+        history = self.state.index_select(0, slots)  # [B, columns]
+        entering, leaving, full = window_cells(params, history, self.max_window)
+        first_cell = slots * self.max_window
+        oldest = self.ring.index_select(0, first_cell + leaving).double()
+        decision, history = decide_rows(
+            params, history, entropy, new_step, torch.where(full, oldest, 0.0)
+        )
+        self.ring.index_copy_(0, first_cell + entering, entropy.float())
+        self.state.index_copy_(0, slots, history)
+        return decision
 
-        # The means over what came before t. Each falls back to H_t when it has seen nothing.
-        seen = count > 0
-        window_mean = torch.where(seen, window_sum / count.clamp(min=1).minimum(window), entropy)
-        step_mean = torch.where(step_count > 0, step_sum / step_count.clamp(min=1), entropy)
-        ema_mean = torch.where(seen, ema, entropy)
-        step_entropy = _estimate(params, window_mean, step_mean, ema_mean, step_count)
-        mean_entropy = torch.where(seen, run_sum / count.clamp(min=1), step_entropy)
-
-        threshold = _threshold(params, step_entropy, mean_entropy, window_mean)
-        new_run_sum = run_sum + entropy
-        temperature = _temperature(params, entropy, threshold, poisoned=new_run_sum.isnan())
-
-        # H_t joins the window, the step and the running mean.
-        cell = slots * self.max_window + torch.remainder(count, window).to(torch.int64)
-        oldest = torch.where(count >= window, self._ring.index_select(0, cell).double(), 0.0)
-        alpha = 2.0 / (window + 1.0)
-        new_ema = torch.where(seen, ema + alpha * (entropy - ema), entropy)
-        self._ring.index_copy_(0, cell, entropy.float())
-        columns = [
-            new_run_sum,
-            window_sum + entropy - oldest,
-            step_sum + entropy,
-            new_ema,
-            count + 1,
-            step_count + 1,
-        ]
-        self.state.index_copy_(0, slots, torch.stack(columns, dim=1))
-        return Decision(temperature, threshold, entropy, step_entropy, mean_entropy)
-
-    def _check(self, entropy: Tensor, new_step: Tensor, slots: Tensor | None) -> Tensor:
-        batch = entropy.shape
-        if entropy.ndim != 1 or not entropy.is_floating_point():
-            raise ValueError(
-                f"entropy_nats is {tuple(batch)} {entropy.dtype}; a floating-point [B] is needed"
-            )
-        if new_step.shape != batch or new_step.dtype != torch.bool:
+    def check_rows(self, name: str, values: Tensor, new_step: Tensor, slots: Tensor | None) -> None:
+        """Raise a ValueError unless all fit `values` [B, ...], which the message calls `name`."""
+        batch = values.shape[0]
+        if new_step.shape != (batch,) or new_step.dtype != torch.bool:
             raise ValueError(
                 f"new_step is {tuple(new_step.shape)} {new_step.dtype}; "
-                f"bool {list(batch)} is needed, one per entropy"
+                f"bool [{batch}] is needed, one per row of {name}"
             )
         if slots is None:
-            if batch[0] > self.slots:
-                raise ValueError(f"{batch[0]} rows, but this policy has {self.slots} slots")
-            slots = self._every_slot[: batch[0]]
-        elif slots.shape != batch or slots.dtype != torch.int64:
+            if batch > self.slots:
+                raise ValueError(f"{batch} rows, but this policy has {self.slots} slots")
+        elif slots.shape != (batch,) or slots.dtype != torch.int64:
             raise ValueError(
-                f"slots is {tuple(slots.shape)} {slots.dtype}; int64 {list(batch)} is needed"
+                f"slots is {tuple(slots.shape)} {slots.dtype}; int64 [{batch}] is needed"
             )
-        for name, tensor in (("entropy_nats", entropy), ("new_step", new_step), ("slots", slots)):
-            if tensor.device != self.device:
+        for what, tensor in ((name, values), ("new_step", new_step), ("slots", slots)):
+            if tensor is not None and tensor.device != self.device:
                 raise ValueError(
-                    f"{name} is on {tensor.device}, the policy's state on {self.device}; "
+                    f"{what} is on {tensor.device}, the policy's state on {self.device}; "
                     "move one of them"
                 )
-        return slots
-
-
-def _estimate(
-    params: Tensor, window_mean: Tensor, step_mean: Tensor, ema_mean: Tensor, step_count: Tensor
-) -> Tensor:
-    """H_step [B] by each row's estimator."""
-    kind = params[:, _ESTIMATOR]
-    estimate = torch.where(step_count >= params[:, _WINDOW], step_mean, window_mean)  # hybrid
-    estimate = torch.where(kind == ESTIMATORS.index("window"), window_mean, estimate)
-    estimate = torch.where(kind == ESTIMATORS.index("causal"), step_mean, estimate)
-    return torch.where(kind == ESTIMATORS.index("ema"), ema_mean, estimate)
-
-
-def _threshold(
-    params: Tensor, step_entropy: Tensor, mean_entropy: Tensor, window_mean: Tensor
-) -> Tensor:
-    """tau_t [B] by each row's policy; +inf and NaN as in `Decision.threshold`."""
-    kind = params[:, _POLICY]
-    tau_0 = params[:, _TAU_0]
-    confident = step_entropy <= mean_entropy
-    threshold = torch.where(confident, tau_0, step_entropy)  # reset
-    threshold = torch.where(kind == POLICIES.index("threshold"), tau_0, threshold)
-    threshold = torch.where(kind == POLICIES.index("sliding"), window_mean, threshold)
-    threshold = torch.where(kind == POLICIES.index("relative"), step_entropy, threshold)
-    uniform = torch.where(confident, torch.inf, step_entropy)
-    threshold = torch.where(kind == POLICIES.index("uniform"), uniform, threshold)
-    return torch.where(kind == POLICIES.index("fixed"), torch.nan, threshold)
-
-
-def _temperature(params: Tensor, entropy: Tensor, threshold: Tensor, poisoned: Tensor) -> Tensor:
-    """T_t [B] float32: T_low below the threshold, T_high at it and above."""
-    temperature = torch.where(entropy < threshold, params[:, _T_LOW], params[:, _T_HIGH])
-    fixed = params[:, _POLICY] == POLICIES.index("fixed")
-    temperature = torch.where(fixed, params[:, _BASE_TEMP], temperature)
-    # Comparisons with NaN are False and would mean T_high: a silent repair.
-    return torch.where(poisoned, torch.nan, temperature).to(torch.float32)
