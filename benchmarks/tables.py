@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from table_linear import linear_table
+from table_linear import linear_table, plot_linear
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENT = ROOT / "docs" / "performance.md"
+PLOT = ROOT / "docs" / "images" / "linear.png"
 
 Line = dict[str, Any]
 
@@ -64,6 +65,37 @@ def plain(line: Line) -> str:
     return f"{line['tpot_ms']:.1f} ms a token"
 
 
+def sampler_step(line: Line) -> str:
+    return (
+        f"{line['median_us']:.1f} us ({line['p10_us']:.1f} to {line['p90_us']:.1f}), "
+        f"{line['over_floor']:.2f} of the floor"
+    )
+
+
+def floor(line: Line) -> str:
+    return f"{line['median_us']:.1f} us"
+
+
+def _sampler_rows() -> Iterable[Row]:
+    for rows, goal in ((1, "<= 15 us"), (8, "<= 15 us"), (256, "<= 1.3 of the floor")):
+        for cache in ("warm", "cold"):
+            match = {"rows": rows, "dtype": "float32", "cache": cache}
+            where = "in L2" if cache == "warm" else "not in L2"
+            title = f"{rows} row{'s' * (rows > 1)}, logits {where}"
+            yield Row(f"{title}: floor", {**match, "impl": "floor"}, floor)
+            yield Row(
+                f"{title}: `scale_logits`", {**match, "impl": "scale_logits"}, sampler_step, goal
+            )
+            yield Row(
+                f"{title}: `RequestTracker.scale`",
+                {**match, "impl": "tracker"},
+                sampler_step,
+                goal,
+            )
+            torch_path = {**match, "impl": "tracker_torch"}
+            yield Row(f"{title}: the same in plain torch", torch_path, sampler_step)
+
+
 def _overhead_rows() -> Iterable[Row]:
     for dtype in ("bfloat16", "float32"):
         for batch in (1, 8):
@@ -103,6 +135,12 @@ TABLES: dict[str, tuple[Row, ...]] = {
     "quantize": (
         Row("`quantize`, 1536 x 4096", {"impl": "rtn_cpu", "N": 1536}, quantise_speed),
         Row(
+            "`quantize` on a GPU, 24576 x 4096",
+            {"impl": "rtn_cuda", "N": 24576},
+            quantise_speed,
+            ">= 1 GB/s of bf16",
+        ),
+        Row(
             "`reset-quantize`, SmolLM2-135M, W4A16",
             {"impl": "reset-quantize_rtn_w4a16", "model": "smollm2-135m"},
             quantise_command,
@@ -110,6 +148,7 @@ TABLES: dict[str, tuple[Row, ...]] = {
         ),
     ),
     "overhead": tuple(_overhead_rows()),
+    "sampler": tuple(_sampler_rows()),
 }
 
 
@@ -166,7 +205,8 @@ def render(document: str) -> str:
 
 def main() -> None:
     DOCUMENT.write_text(render(DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")
-    print(f"tables written to {DOCUMENT.relative_to(ROOT)}")
+    plot_linear(read_lines("linear"), PLOT)
+    print(f"tables written to {DOCUMENT.relative_to(ROOT)}, plot to {PLOT.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":
