@@ -93,6 +93,34 @@ def test_k9_long_rows(K):
         assert_close(run(weight, x), x, weight)
 
 
+def extreme_weight(kind: str, N: int, K: int) -> NVFP4Tensor:
+    """Matrices at the ends of the format: k3 scales of 2^-9 must not vanish, 6 * 448 not overflow."""
+    codes = random_weight(N, K).codes
+    scale_bytes = torch.full((N, K // 16), 0x38, dtype=torch.uint8)  # 1.0
+    if kind == "all 6 under 448":
+        codes, scale_bytes = torch.full_like(codes, 0x77), torch.full_like(scale_bytes, 0x7E)
+    elif kind == "scales of 2^-9":
+        scale_bytes = torch.full_like(scale_bytes, 0x01)
+    elif kind == "zero blocks":
+        codes.view(N, K // 16, 8)[:, ::2] = 0
+        scale_bytes[:, ::4] = 0  # of them
+    return NVFP4Tensor(codes, scale_bytes.view(torch.float8_e4m3fn), torch.tensor(1e-3))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("kind", ["all 6 under 448", "scales of 2^-9", "zero blocks"])
+def test_k3_k8_the_ends_of_the_format(kind, order):
+    weight = extreme_weight(kind, 40, 448)
+    generator = torch.Generator().manual_seed(0)
+    for M in (1, 8, 9, 32, 64, 65):
+        x = torch.randn(M, 448, generator=generator)
+        x[0] = 0
+        x = x.to(ORDERS[order])
+        y = run(weight, x)
+        assert_close(y, x, weight)
+        assert bool((y[0] == 0).all())
+
+
 @pytest.mark.parametrize("order", ORDERS)
 def test_one_hot_rows_read_columns_out_exactly(order):
     """All codes times all scales: column k of the matrix is the output, exactly representable."""

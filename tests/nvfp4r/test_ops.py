@@ -43,6 +43,20 @@ def test_linear_and_gemv_compute_the_reference(order, M):
         assert torch.equal(gemv(x, *stored, bias, None, *sizes), y)
 
 
+@pytest.mark.parametrize("order", DTYPES)
+@pytest.mark.parametrize(("code", "scale"), [(0x77, 0x7E), (0x77, 0x01), (0x11, 0x01), (0, 0)])
+def test_k3_k8_the_ends_of_the_format(code, scale, order):
+    """6 under 448, 6 and 0.5 under 2^-9, and zero blocks."""
+    codes = torch.full((40, 72), code, dtype=torch.uint8)
+    scales = torch.full((40, 9), scale, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    weight = NVFP4Tensor(codes, scales, torch.tensor(0.25))  # no result is subnormal in float16
+    packed = pack(weight, order)
+    x = torch.randn(3, 144, generator=torch.Generator().manual_seed(0)).to(DTYPES[order])
+    y = linear(x, packed.tiles, packed.alpha, None, None, 40, 144, order)
+    assert_close(y, x, weight, torch.zeros(40))
+    assert bool(y.any()) == bool(code)
+
+
 def test_leading_dimensions_and_no_tokens():
     _, x, bias, stored, sizes = example("bf16", 6)
     flat = linear(x, *stored, bias, None, *sizes)
