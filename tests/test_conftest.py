@@ -17,7 +17,7 @@ def elsewhere(pytester, monkeypatch):
     pytester.makeini(MARKERS)
     monkeypatch.setenv("PATH", "/nonexistent")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    for name in ("CI", "NVFP4R_REQUIRE_GPU"):
+    for name in ("CI", "NVFP4R_REQUIRE_GPU", "RESET_REQUIRE_VLLM"):
         monkeypatch.delenv(name, raising=False)
     return pytester
 
@@ -52,6 +52,14 @@ def test_a_gpu_run_without_gpu_tests_fails(elsewhere, monkeypatch):
     result.assert_outcomes(skipped=1)
     assert result.ret == 1
     result.stdout.fnmatch_lines("NVFP4R_REQUIRE_GPU is set, but no gpu test ran: *no CUDA GPU*")
+
+
+def test_a_vllm_run_without_vllm_tests_fails(elsewhere, monkeypatch):
+    monkeypatch.setenv("RESET_REQUIRE_VLLM", "1")
+    elsewhere.makeconftest(CONFTEST + "\ndef missing(marker): return 'no vllm here'\n")
+    result = run(elsewhere, "vllm")
+    assert result.ret == 1
+    result.stdout.fnmatch_lines("RESET_REQUIRE_VLLM is set, but no vllm test ran: no vllm here")
 
 
 def test_a_gpu_run_with_gpu_tests_passes(elsewhere, monkeypatch):

@@ -14,7 +14,7 @@ HEAVY = (
     *("vllm", "transformers", "huggingface_hub", "triton", "accelerate", "datasets"),
     *("matplotlib", "typer", "rich"),
 )
-CLI_MODULES = ("cli", "console")
+CLI_MODULES = ("cli", "cli_bench", "console")
 ADAPTERS = {
     "reset": ("hf", "engine", "hub", "_triton", "_triton_rule", "_triton_launch", "vllm"),
     "nvfp4r": ("hf",),

@@ -214,7 +214,7 @@ def generate(
         streamer=_Streamer(engine, on_text) if on_text is not None else None,
     )
     seconds = time.perf_counter() - start
-    versions = _versions()
+    versions = package_versions()
     return [
         Trace(
             model=engine.name,
@@ -281,7 +281,7 @@ def _generation_config(engine: Engine, max_new_tokens: int, top_p: float) -> Gen
     )
 
 
-def _versions() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,

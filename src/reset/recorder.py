@@ -74,35 +74,66 @@ class Recorder:
         fields = torch.stack(  # [T, 5, B]
             [torch.stack([value.double() for value in p.decision]) for p in self._positions]
         ).cpu()
-        text_of = lru_cache(maxsize=None)(lambda token: decode(tokenizer, [token]))
         traces = []
         for row, length in enumerate(lengths):
-            ids = outputs[row, :length].tolist()
-            pieces = token_pieces(tokenizer, ids)
-            state, step, tokens = self._detector.initial_state(1), 0, []
-            for position, (token, piece) in enumerate(zip(ids, pieces, strict=True)):
-                state, ended = self._detector.advance(state, torch.tensor([token]))
-                temperature, threshold, *means = fields[position, :, row].tolist()
-                others = zip(likeliest[position][row], kept[position][row], strict=True)
-                tokens.append(
-                    TokenTrace(
-                        position=position,
-                        token_id=token,
-                        text=piece,
-                        entropy_nats=means[0],
-                        step_entropy_nats=means[1],
-                        mean_entropy_nats=means[2],
-                        threshold_nats=threshold if math.isfinite(threshold) else None,
-                        temperature=temperature,
-                        step=step,
-                        ends_step=bool(ended),
-                        probability=float(logprobs[position, row].exp()),
-                        alternatives=tuple((text_of(other), p) for other, p in others),
-                    )
+            others = [
+                list(zip(likeliest[position][row], kept[position][row], strict=True))
+                for position in range(length)
+            ]
+            traces.append(
+                token_traces(
+                    tokenizer,
+                    self._detector,
+                    outputs[row, :length].tolist(),
+                    fields[:length, :, row].tolist(),
+                    logprobs[:length, row].exp().tolist(),
+                    others,
                 )
-                step += bool(ended)
-            traces.append(tuple(tokens))
+            )
         return traces
 
     def _logprob(self, token: Tensor) -> Tensor:
         return self._last.gather(1, token.unsqueeze(1)).squeeze(1)
+
+
+def token_traces(
+    tokenizer: Any,
+    detector: StepDetector,
+    ids: list[int],
+    decisions: list[list[float]],
+    probabilities: list[float],
+    alternatives: list[list[tuple[int, float]]],
+) -> tuple[TokenTrace, ...]:
+    """The trace of one text.
+
+    Args:
+        tokenizer: turns ids into text.
+        detector: finds the step borders; on the CPU.
+        ids: the output tokens.
+        decisions: for each, the five numbers of its `Decision`.
+        probabilities: for each, its probability under the raw logits.
+        alternatives: for each, (id, probability) of the likeliest tokens.
+    """
+    text_of = lru_cache(maxsize=None)(lambda token: decode(tokenizer, [token]))
+    state, step, tokens = detector.initial_state(1), 0, []
+    for position, piece in enumerate(token_pieces(tokenizer, ids)):
+        state, ended = detector.advance(state, torch.tensor([ids[position]]))
+        temperature, threshold, *means = decisions[position]
+        tokens.append(
+            TokenTrace(
+                position=position,
+                token_id=ids[position],
+                text=piece,
+                entropy_nats=means[0],
+                step_entropy_nats=means[1],
+                mean_entropy_nats=means[2],
+                threshold_nats=threshold if math.isfinite(threshold) else None,
+                temperature=temperature,
+                step=step,
+                ends_step=bool(ended),
+                probability=probabilities[position],
+                alternatives=tuple((text_of(one), p) for one, p in alternatives[position]),
+            )
+        )
+        step += bool(ended)
+    return tuple(tokens)

@@ -78,7 +78,7 @@ def test_prompt_from_standard_input(folder):
         ([*POLICY, "--device", "tpu"], "--device is 'tpu', need cpu, cuda or cuda:N"),
         (["--t-low", "-0.1", "--tau0", "1"], "t_low is -0.1"),
         (["--t-low", "0.1", "--tau0", "nan"], "tau_0 is nan"),
-        ([*POLICY, "--engine", "vllm"], "not part of this release"),
+        ([*POLICY, "--engine", "vllm"], "needs vLLM, which is not installed: pip install"),
         ([*POLICY, "--engine", "onnx"], "--engine is 'onnx'"),
         (
             [*POLICY, "--trace", "/no/such/folder/t.html"],

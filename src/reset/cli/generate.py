@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
@@ -22,9 +22,7 @@ app = typer.Typer(add_completion=False)
 def generate(
     model: options.Model,
     prompt: Annotated[str, typer.Option(help="The question; - reads it from standard input.")],
-    engine: Annotated[str, typer.Option(help="hf (transformers); vllm is not in this release.")] = (
-        "hf"
-    ),
+    engine: Annotated[str, typer.Option(help="hf (transformers) or vllm.")] = "hf",
     t_low: options.TLow = None,
     tau0: options.Tau0 = None,
     t_high: options.THigh = None,
@@ -38,7 +36,9 @@ def generate(
     max_tokens: Annotated[int, typer.Option(help="Output limit, tokens.")] = 2048,
     system: Annotated[str | None, typer.Option(help="System prompt of the chat template.")] = None,
     chat: Annotated[bool, typer.Option(help="Wrap the prompt in the chat template.")] = True,
-    device: options.Device = "cpu",
+    device: Annotated[
+        str | None, typer.Option(help="Torch device; cpu if left out, with vllm its own.")
+    ] = None,
     dtype: options.Dtype = "auto",
     activations: options.Activations = "checkpoint",
     trace: Annotated[
@@ -58,7 +58,7 @@ def generate(
     --policy fixed --base-temp 0.6.
     """
     with error_boundary(debug):
-        _require_hf(engine)
+        _check_engine(engine)
         config = policy_config(
             preset=preset,
             t_low=t_low,
@@ -69,21 +69,22 @@ def generate(
             estimator=estimator,
             base_temp=base_temp,
         )
-        options.checked_device(device)
+        if engine == "hf":
+            device = device or "cpu"
+        if device is not None:
+            options.checked_device(device)
         for path in (trace, figure):
             if path is not None:
                 check_file_target(path)
         question = sys.stdin.read() if prompt == "-" else prompt
 
-        # Imported late: transformers takes seconds, and the checks above need none of it.
-        from reset import engine as hf_engine
-
-        hf_engine.check_sampling(max_tokens, top_p, seed)
-        loaded = hf_engine.load_engine(model, device=device, dtype=dtype, activations=activations)
-        wrapped = hf_engine.make_prompt(loaded, question, system=system, chat=chat)
+        runner = _engine(engine)
+        runner.check_sampling(max_tokens, top_p, seed)
+        loaded = runner.load_engine(model, device=device, dtype=dtype, activations=activations)
+        wrapped = runner.make_prompt(loaded, question, system=system, chat=chat)
         if not as_json:
             notes().print(f"[dim]{config}[/dim]")
-        record = hf_engine.generate(
+        record = runner.generate(
             loaded,
             [wrapped],
             config,
@@ -121,13 +122,20 @@ def _print_piece(piece: str) -> None:
     print(piece, end="", flush=True)
 
 
-def _require_hf(engine: str) -> None:
-    if engine == "vllm":
-        raise ValueError(
-            "--engine vllm: the vLLM adapter is not part of this release; use --engine hf"
-        )
-    if engine != "hf":
-        raise ValueError(f"--engine is {engine!r}; the engines are hf and vllm")
+def _check_engine(name: str) -> None:
+    if name not in ("hf", "vllm"):
+        raise ValueError(f"--engine is {name!r}; the engines are hf and vllm")
+
+
+def _engine(name: str) -> Any:
+    """The module of an engine. Imported late: it takes seconds, and bad flags need none of it."""
+    if name == "vllm":
+        from reset.vllm import engine as vllm_engine
+
+        return vllm_engine
+    from reset import engine as hf_engine
+
+    return hf_engine
 
 
 def _write(record: Trace, trace: Path | None, figure: Path | None) -> None:
