@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -21,11 +20,12 @@ import torch
 import torch.nn.functional as F
 
 from harness import record
+from nvfp4r.bench_matrix import random_weight
 from nvfp4r.format import NVFP4Tensor
-from nvfp4r.launches import Layer, device_facts, run_plan
+from nvfp4r.launches import Layer, device_facts, plan_for, run_plan
 from nvfp4r.ops import linear
 from nvfp4r.packed import pack
-from nvfp4r.plan import choose_plan
+from nvfp4r.timing import Call, copies_of, graph_us, read_bandwidth
 
 SHAPES = {
     "8B qkv": (6144, 4096),
@@ -42,49 +42,6 @@ SHAPES = {
     "32B down": (5120, 25600),
 }
 ROTATED_BYTES = 320_000_000
-Call = Callable[[torch.Tensor], torch.Tensor]
-
-
-def random_weight(N: int, K: int) -> NVFP4Tensor:
-    codes = torch.randint(0, 256, (N, K // 2), dtype=torch.uint8, device="cuda")
-    scales = torch.randint(40, 80, (N, K // 16), dtype=torch.uint8, device="cuda")
-    scale = torch.tensor(1e-3, device="cuda")
-    return NVFP4Tensor(codes, scales.view(torch.float8_e4m3fn), scale)
-
-
-def graph_us(calls: list[Call], x: torch.Tensor, repeats: int = 15) -> dict[str, float]:
-    """Microseconds per call of a graph that runs every call once: median, 10th, 90th percentile."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        calls[0](x)
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for call in calls:
-                call(x)
-    for _ in range(3):
-        graph.replay()
-    times = []
-    for _ in range(repeats):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for _ in range(3):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / 3 / len(calls))
-    times.sort()
-    return {
-        "median_us": times[repeats // 2],
-        "p10_us": times[repeats // 10],
-        "p90_us": times[-1 - repeats // 10],
-    }
-
-
-def read_bandwidth() -> float:
-    """TB/s of summing 2 GiB."""
-    data = torch.randn(1 << 29, device="cuda")
-    return data.nbytes / graph_us([lambda _: data.sum()], data)["median_us"] / 1e6
 
 
 def ours(weights: list[NVFP4Tensor], M: int, pdl: bool) -> list[Call]:
@@ -96,8 +53,8 @@ def ours(weights: list[NVFP4Tensor], M: int, pdl: bool) -> list[Call]:
         if pdl:
             calls.append(lambda x, a=(*stored, *sizes, "bf16"): linear(x, *a))
         else:
-            facts = device_facts(torch.cuda.current_device())
-            plan = choose_plan(M, *sizes, "bf16", facts)
+            index = torch.cuda.current_device()
+            plan = plan_for(M, *sizes, "bf16", device_facts(index), index)
             if plan.path == "unpack":
                 return []
             plan = replace(plan, pdl=False)
@@ -151,7 +108,7 @@ def check(name: str, call: Call, weight: NVFP4Tensor, x: torch.Tensor) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", default="1,2,4,8,16")
+    parser.add_argument("--tokens", default="1,2,4,8,16,32,64")
     parser.add_argument("--shapes", default="all", help="comma-separated names, or all")
     arguments = parser.parse_args()
     names = list(SHAPES) if arguments.shapes == "all" else arguments.shapes.split(",")
@@ -162,7 +119,7 @@ def main() -> None:
     for name in names:
         N, K = SHAPES[name]
         stored_bytes = N * K * 9 // 16
-        copies = max(3, math.ceil(ROTATED_BYTES / stored_bytes))
+        copies = copies_of(stored_bytes, ROTATED_BYTES)
         weights = [random_weight(N, K) for _ in range(copies)]
         dense_copies = max(2, math.ceil(ROTATED_BYTES / (N * K * 2)))
         dense = [w.dequantize(torch.bfloat16) for w in weights[:dense_copies]]

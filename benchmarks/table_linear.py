@@ -1,4 +1,4 @@
-"""Tables and plot of docs/performance.md for linear layers, from benchmarks/results/linear.jsonl."""
+"""Tables and plot of docs/performance.md for linear layers, from results/linear.jsonl."""
 
 from __future__ import annotations
 
@@ -66,9 +66,8 @@ def linear_table(lines: list[Line]) -> str:
     for M in figures.tokens:
         values = figures.ratios(M)
         path = "linear_small" if M <= 8 else "linear_medium" if M <= 64 else "unpack, then cuBLAS"
-        rows.append(
-            f"| {M} | {path} | {_geometric_mean(values):.2f}x | {min(values):.2f}x | {len(values)} |"
-        )
+        mean = _geometric_mean(values)
+        rows.append(f"| {M} | {path} | {mean:.2f}x | {min(values):.2f}x | {len(values)} |")
     source = figures.line(figures.shapes[0], 1, "nvfp4r")
     rows += [
         "",

@@ -1,6 +1,7 @@
 """`nvfp4r inspect` and `nvfp4r doctor`: what a checkpoint holds, what this machine can run.
 
-This module only prints; the facts come from report.py and doctor.py.
+This module only prints; the facts come from report.py and doctor.py. cli_bench.py has the third
+command.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from nvfp4r.checkpoint import load_checkpoint
+from nvfp4r.cli_bench import bench
 from nvfp4r.console import (
     EXIT_PROBLEM,
     error_boundary,
@@ -33,7 +35,7 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="NVFP4 checkpoints: look into them, and see what this machine can run.",
+    help="NVFP4 checkpoints: look into them, and see what this machine can run, and how fast.",
 )
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
@@ -246,6 +248,9 @@ def _print_diagnosis(diagnosis: Diagnosis) -> None:
     console.print(parts)
     for warning in diagnosis.cuda_warnings:
         notes().print(f"torch: {escape(warning)}", soft_wrap=True)
+
+
+app.command()(bench)
 
 
 def main() -> None:

@@ -1,7 +1,8 @@
 """Calls of the CUDA kernels: arguments as the sources declare them, outputs, grids.
 
 Nothing is checked here: ops.py has looked at every tensor before. Knows the argument structures of
-kernels/*.cuh; which kernel computes a product is plan.py's choice.
+kernels/*.cuh; which kernel computes a product is plan.py's choice, or that of a measurement on this
+GPU (tuned.py).
 """
 
 from __future__ import annotations
@@ -17,7 +18,16 @@ from torch import Tensor
 from nvfp4r.format import BLOCK
 from nvfp4r.jit import UnsupportedGPUError, load_module, target_for
 from nvfp4r.packed import ORDERS
-from nvfp4r.plan import TILE_ROWS, DeviceFacts, Plan
+from nvfp4r.plan import (
+    MAX_MEDIUM_M,
+    TILE_ROWS,
+    DeviceFacts,
+    Plan,
+    choose_plan,
+    plan_with,
+    token_range,
+)
+from nvfp4r.tuned import Problem, TunedPlans, load_tuned
 
 _LINEAR = struct.Struct("@6P7i0P")  # struct LinearArgs of kernels/linear_args.cuh
 _QUANTIZE = struct.Struct("@4PQ")  # struct QuantizeArgs of kernels/quantize.cuh
@@ -67,6 +77,39 @@ def required_facts(index: int) -> DeviceFacts:
         has_pdl=target.has_pdl,
         has_cluster=target.has_cluster,
     )
+
+
+def plan_for(
+    M: int,
+    N: int,
+    K: int,
+    order: str,
+    facts: DeviceFacts,
+    device_index: int,
+    quantised: bool = False,
+) -> Plan:
+    """The plan that the ops use: as tuned on this GPU, else by the rule of `choose_plan`.
+
+    Args:
+        facts: of the GPU with this index.
+        M, N, K, order, quantised: as for `choose_plan`.
+
+    Raises:
+        ValueError: as `choose_plan`, or as `load_tuned`.
+    """
+    if M <= MAX_MEDIUM_M:
+        tuned = tuned_plans(device_index)
+        found = tuned and tuned.get(Problem(token_range(M), N, K, order, quantised))
+        if found:
+            split, reason = found.split, found.reason
+            return plan_with(split, M, N, K, order, facts, quantised, reason=reason)
+    return choose_plan(M, N, K, order, facts, quantised)
+
+
+@cache
+def tuned_plans(device_index: int) -> TunedPlans:
+    """Those of a GPU, read once in a process; `tuned_plans.cache_clear` makes it read again."""
+    return load_tuned(torch.cuda.get_device_name(device_index), required_facts(device_index))
 
 
 def run_plan(plan: Plan, x: Tensor, layer: Layer, out: Tensor | None = None) -> Tensor:

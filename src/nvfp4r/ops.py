@@ -21,13 +21,14 @@ from torch import Tensor
 from nvfp4r.launches import (
     Layer,
     device_facts,
+    plan_for,
     required_facts,
     run_plan,
     run_quantize,
     unpacked_rows,
 )
 from nvfp4r.packed import ORDERS, Order, PackedWeight, unpacked_chunks
-from nvfp4r.plan import MAX_MEDIUM_M, TILE_BYTES, TILE_COLUMNS, TILE_ROWS, choose_plan
+from nvfp4r.plan import MAX_MEDIUM_M, TILE_BYTES, TILE_COLUMNS, TILE_ROWS
 from nvfp4r.quantize import check_activations, quantize_activations
 
 
@@ -80,11 +81,11 @@ def linear(
     layer = Layer(tiles, alpha, bias, input_scale, N, K, order)
     _check(x, layer)
     rows = x.reshape(-1, K)
-    plan = None
-    if x.is_cuda and rows.shape[0]:
-        facts = device_facts(x.device.index)
-        quantised = input_scale is not None
-        plan = choose_plan(rows.shape[0], N, K, order, facts, quantised) if facts else None
+    M, plan = rows.shape[0], None
+    if x.is_cuda and M:
+        index, quantised = x.device.index, input_scale is not None
+        facts = device_facts(index)
+        plan = plan_for(M, N, K, order, facts, index, quantised) if facts else None
     if plan is None or plan.path == "unpack":
         y = _dense(rows, layer)
     else:
@@ -118,8 +119,8 @@ def gemv(
     if not x.is_cuda:
         y = _dense(rows, layer)
     else:
-        facts = required_facts(x.device.index)
-        plan = choose_plan(M, N, K, order, facts, input_scale is not None)
+        index, quantised = x.device.index, input_scale is not None
+        plan = plan_for(M, N, K, order, required_facts(index), index, quantised)
         y = run_plan(plan, rows, layer)
     return y.reshape(*x.shape[:-1], N)
 

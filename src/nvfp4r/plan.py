@@ -40,7 +40,7 @@ setting and time in us at M = 16, 32, 64, as tiles a warp / CTAs of a cluster / 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -50,19 +50,35 @@ MAX_SMALL_M = 8
 MAX_MEDIUM_M = 64
 """Largest M of linear_medium; above, a dense product on unpacked rows is the better shape."""
 
+TOKEN_RANGES = ((1, 8), (9, 16), (17, 32), (33, 48), (49, 64))
+"""First and last M that share a plan, so that the bits of a row do not depend on M."""
+
 TILE_ROWS, TILE_COLUMNS, TILE_BYTES = 16, 128, 1152  # docs/layout.md
+
+SMALL_WARPS = (4, 8, 12)
+"""Consumer warps that linear_small is built for."""
+
+MEDIUM_HELD: Mapping[int, tuple[int, ...]] = {2: (1, 2), 4: (1,), 6: (1, 2), 8: (1, 2)}
+"""Tokens / 8 that linear_medium is built for, and with each the row tiles that a warp may hold."""
+
+MEDIUM_WARPS = 8
+"""Consumer warps of linear_medium."""
+
+CLUSTERS = (1, 2, 4, 8)
+"""CTAs that may form a cluster."""
 
 _DEPTH = 2
 _LONG_K = 8192  # from here on more warps, or more CTAs, share the K of a tile
 _BARRIER_BYTES = 8
 
-# linear_medium: consumer warps, all warps, and bytes of 256 columns of a tile and of a token.
-_MEDIUM_WARPS = 8
+# linear_medium: all its threads, and bytes of 256 columns of a tile and of a token.
 _MEDIUM_THREADS = 320
 _UNIT_BYTES = 2 * TILE_BYTES
 _TOKEN_BYTES = 528
 _SUM_BYTES = 80  # of a tile and token
-_MEDIUM_GROUPS = (2, 4, 6, 8)  # tokens / 8 that kernels are built for
+# (stages of weights, stages of x), the best first, if an SM shall hold two CTAs or one.
+_DEPTHS_OF_TWO = ((2, 3), (2, 2))
+_DEPTHS_OF_ONE = ((3, 3), (2, 3), (2, 2), (1, 2), (1, 1))
 
 
 @dataclass(frozen=True)
@@ -73,6 +89,36 @@ class DeviceFacts:
     shared_bytes_per_block: int
     has_pdl: bool
     has_cluster: bool
+
+
+@dataclass(frozen=True)
+class SmallSplit:
+    """How linear_small shares its work: consumer warps that share K, CTAs that share the tiles."""
+
+    warps: int
+    grid: int
+
+
+@dataclass(frozen=True)
+class MediumSplit:
+    """How linear_medium shares its work.
+
+    Attributes:
+        held: row tiles a warp holds at once.
+        cluster: CTAs that share the K of their tiles.
+        clusters: groups of CTAs that share the tiles.
+        depth: stages of the ring of weights.
+        x_depth: stages of the ring of activations.
+    """
+
+    held: int
+    cluster: int
+    clusters: int
+    depth: int
+    x_depth: int
+
+
+Split = SmallSplit | MediumSplit
 
 
 @dataclass(frozen=True)
@@ -91,6 +137,7 @@ class Plan:
         reason: why this path, in a sentence for people.
         cluster: CTAs that share the K of their tiles.
         x_depth: stages of the ring of activations; 0 where there is none.
+        split: what of this may be chosen otherwise; None for "unpack".
     """
 
     path: Literal["small", "medium", "unpack"]
@@ -103,12 +150,13 @@ class Plan:
     reason: str
     cluster: int = 1
     x_depth: int = 0
+    split: Split | None = None
 
 
 def choose_plan(
     M: int, N: int, K: int, order: str, device: DeviceFacts, quantised: bool = False
 ) -> Plan:
-    """The plan for x [M, K] times w [N, K] transposed.
+    """The plan for x [M, K] times w [N, K] transposed, by the rule at the top.
 
     Args:
         M: tokens, >= 1.
@@ -120,97 +168,182 @@ def choose_plan(
     Raises:
         ValueError: a size is out of range, or an unknown order.
     """
+    _require_sizes(M, N, K, order)
+    if M > MAX_MEDIUM_M:
+        return _unpack(f"M = {M} is above {MAX_MEDIUM_M}, the largest of the kernels")
+    tiles, sms = -(-N // TILE_ROWS), device.sm_count
+    where = f"{tiles} row tiles on {sms} SMs"
+    split: Split | None
+    if M <= MAX_SMALL_M:
+        split = _small_split(tiles, K, sms)
+        reason = f"{where}: {split.warps} warps share K, {split.grid} CTAs"
+    else:
+        split = _medium_split(M, tiles, K, device)
+        if split is None:
+            return _unpack(
+                f"{M} tokens do not fit the {device.shared_bytes_per_block} bytes of a CTA"
+            )
+        reason = (
+            f"{where}: {split.clusters} groups of up to {split.held * MEDIUM_WARPS} tiles, "
+            f"K shared by {split.cluster} CTAs"
+        )
+    return plan_with(split, M, N, K, order, device, quantised, reason=reason)
+
+
+def plan_with(
+    split: Split,
+    M: int,
+    N: int,
+    K: int,
+    order: str,
+    device: DeviceFacts,
+    quantised: bool = False,
+    *,
+    reason: str,
+) -> Plan:
+    """The plan for a product whose work is shared in a given way.
+
+    Args:
+        split: a SmallSplit for M = 1 .. 8, a MediumSplit for M = 9 .. 64.
+        reason: why this way.
+        M, N, K, order, device, quantised: as for `choose_plan`.
+
+    Raises:
+        ValueError: no kernel is built for it, or it does not fit the GPU or the matrix.
+    """
+    _require_sizes(M, N, K, order)
+    tiles = -(-N // TILE_ROWS)
+    fault = _fault(split, M, tiles, device)
+    if fault:
+        raise ValueError(f"{split} for M, N, K = {M}, {N}, {K}: {fault}")
+    if isinstance(split, SmallSplit):
+        return Plan(
+            path="small",
+            kernel=f"linear_small_{order}_w{split.warps}{'_q' if quantised else ''}",
+            grid=split.grid,
+            threads=32 * (split.warps + 1),
+            depth=_DEPTH,
+            shared_bytes=shared_bytes(split, M),
+            pdl=device.has_pdl,
+            reason=reason,
+            split=split,
+        )
+    return Plan(
+        path="medium",
+        kernel=f"linear_medium_{order}_n{token_groups(M)}_r{split.held}",
+        grid=split.clusters * split.cluster,
+        threads=_MEDIUM_THREADS,
+        depth=split.depth,
+        shared_bytes=shared_bytes(split, M),
+        pdl=device.has_pdl,
+        reason=reason,
+        cluster=split.cluster,
+        x_depth=split.x_depth,
+        split=split,
+    )
+
+
+def token_range(M: int) -> tuple[int, int]:
+    """First and last of the M that share a plan with this one, 1 .. 64."""
+    return next(bounds for bounds in TOKEN_RANGES if bounds[1] >= M)
+
+
+def token_groups(M: int) -> int:
+    """Tokens / 8 of the linear_medium that takes M tokens, 9 .. 64."""
+    return next(groups for groups in MEDIUM_HELD if 8 * groups >= M)
+
+
+def shared_bytes(split: Split, M: int) -> int:
+    """Dynamic shared memory of a CTA for M tokens: rings, barriers, sums."""
+    if isinstance(split, SmallSplit):
+        stage = split.warps * _UNIT_BYTES + 2 * _BARRIER_BYTES
+        return _DEPTH * stage + 2 * split.warps * TILE_ROWS * M * 4
+    tiles = split.held * MEDIUM_WARPS
+    x_bytes = token_groups(M) * 8 * _TOKEN_BYTES
+    rings = split.depth * tiles * _UNIT_BYTES + split.x_depth * x_bytes
+    barriers = 2 * split.x_depth + MEDIUM_WARPS * split.depth
+    return rings + tiles * M * _SUM_BYTES + barriers * _BARRIER_BYTES
+
+
+def _require_sizes(M: int, N: int, K: int, order: str) -> None:
     if M < 1 or N < 1 or K < 16 or K % 16:
         raise ValueError(f"M, N, K are {M}, {N}, {K}; all must be >= 1, and K a multiple of 16")
     if order not in ("bf16", "f16"):
         raise ValueError(f"order is {order!r}; it must be bf16 or f16")
-    if M <= MAX_SMALL_M:
-        return _small(M, N, K, order, device, quantised)
-    if M <= MAX_MEDIUM_M:
-        return _medium(M, N, K, order, device)
-    return _unpack(f"M = {M} is above {MAX_MEDIUM_M}, the largest of the kernels")
 
 
-def _small(M: int, N: int, K: int, order: str, device: DeviceFacts, quantised: bool) -> Plan:
-    tiles = -(-N // TILE_ROWS)
-    warps, grid = _split(tiles, K, device.sm_count)
-    stage = warps * _UNIT_BYTES + 2 * _BARRIER_BYTES
-    return Plan(
-        path="small",
-        kernel=f"linear_small_{order}_w{warps}{'_q' if quantised else ''}",
-        grid=grid,
-        threads=32 * (warps + 1),
-        depth=_DEPTH,
-        shared_bytes=_DEPTH * stage + 2 * warps * TILE_ROWS * M * 4,
-        pdl=device.has_pdl,
-        reason=f"{tiles} row tiles on {device.sm_count} SMs: {warps} warps share K, {grid} CTAs",
-    )
+def _fault(split: Split, M: int, tiles: int, device: DeviceFacts) -> str | None:
+    """What makes a split impossible, if anything does."""
+    if isinstance(split, SmallSplit):
+        if M > MAX_SMALL_M:
+            return f"linear_small takes up to {MAX_SMALL_M} tokens"
+        if split.warps not in SMALL_WARPS:
+            return f"linear_small is built for {SMALL_WARPS} warps"
+        groups = split.grid
+    else:
+        if not MAX_SMALL_M < M <= MAX_MEDIUM_M:
+            return f"linear_medium takes {MAX_SMALL_M + 1} to {MAX_MEDIUM_M} tokens"
+        if split.held not in MEDIUM_HELD[token_groups(M)]:
+            return f"linear_medium is built for {MEDIUM_HELD[token_groups(M)]} row tiles a warp"
+        if split.cluster not in (CLUSTERS if device.has_cluster else (1,)):
+            return f"{split.cluster} CTAs cannot form a cluster"
+        if min(split.depth, split.x_depth) < 1:
+            return "a ring has at least one stage"
+        groups = split.clusters
+    if not 1 <= groups <= tiles:
+        return f"{groups} groups of CTAs cannot share {tiles} row tiles"
+    needed = shared_bytes(split, M)
+    if needed > device.shared_bytes_per_block:
+        return f"{needed} bytes of shared memory, a CTA has {device.shared_bytes_per_block}"
+    return None
 
 
-def _split(tiles: int, K: int, sms: int) -> tuple[int, int]:
-    """(warps that share K, CTAs) for M <= 8; the first table at the top."""
+def _small_split(tiles: int, K: int, sms: int) -> SmallSplit:
+    """The first table at the top."""
     if tiles <= 2 * sms and K > _LONG_K:
-        return 12, tiles
+        return SmallSplit(12, tiles)
     if tiles <= 3 * sms:
-        return 8, tiles
+        return SmallSplit(8, tiles)
     if tiles <= 4 * sms:
-        return 12, 2 * sms
+        return SmallSplit(12, 2 * sms)
     if tiles <= 6 * sms:
-        return 4, tiles
-    return 4, 6 * sms
+        return SmallSplit(4, tiles)
+    return SmallSplit(4, 6 * sms)
 
 
-@dataclass(frozen=True)
-class _Medium:
-    """Row tiles a warp holds, CTAs of a cluster, clusters, CTAs that an SM shall hold."""
-
-    held: int
-    cluster: int
-    clusters: int
-    per_sm: int
-
-
-def _medium(M: int, N: int, K: int, order: str, device: DeviceFacts) -> Plan:
-    tiles = -(-N // TILE_ROWS)
-    groups = next(n for n in _MEDIUM_GROUPS if 8 * n >= M)
-    for split in _medium_splits(M, tiles, K, device):
-        room = (device.shared_bytes_per_block + 1024) // split.per_sm - 1024
-        for depth, x_depth in _medium_depths(split):
-            shared = _medium_bytes(M, groups, split.held, depth, x_depth)
-            if shared > room:
-                continue
-            grid = split.clusters * split.cluster
-            return Plan(
-                path="medium",
-                kernel=f"linear_medium_{order}_n{groups}_r{split.held}",
-                grid=grid,
-                threads=_MEDIUM_THREADS,
-                depth=depth,
-                shared_bytes=shared,
-                pdl=device.has_pdl,
-                reason=(
-                    f"{tiles} row tiles on {device.sm_count} SMs: {split.clusters} groups of up to "
-                    f"{split.held * _MEDIUM_WARPS} tiles, K shared by {split.cluster} CTAs"
-                ),
-                cluster=split.cluster,
-                x_depth=x_depth,
-            )
-    return _unpack(f"{M} tokens do not fit the {device.shared_bytes_per_block} bytes of a CTA")
+def _medium_split(M: int, tiles: int, K: int, device: DeviceFacts) -> MediumSplit | None:
+    """The first of the rule's splits that leaves an SM room for as many CTAs as it counts on."""
+    for held, cluster, clusters, per_sm in _medium_shares(M, tiles, K, device):
+        for depth, x_depth in _DEPTHS_OF_TWO if per_sm > 1 else _DEPTHS_OF_ONE:
+            split = MediumSplit(held, cluster, clusters, depth, x_depth)
+            if shared_bytes(split, M) <= room(device, per_sm):
+                return split
+    return None
 
 
-def _medium_splits(M: int, tiles: int, K: int, device: DeviceFacts) -> Iterator[_Medium]:
-    """The second table at the top; then what needs less shared memory."""
+def room(device: DeviceFacts, per_sm: int) -> int:
+    """Dynamic shared memory that a CTA may use if an SM shall hold `per_sm` of them."""
+    return (device.shared_bytes_per_block + 1024) // per_sm - 1024
+
+
+def _medium_shares(
+    M: int, tiles: int, K: int, device: DeviceFacts
+) -> Iterator[tuple[int, int, int, int]]:
+    """(row tiles a warp holds, CTAs of a cluster, clusters, CTAs that an SM shall hold).
+
+    The second table at the top; then what needs less shared memory.
+    """
     sms = device.sm_count
     per_sm = 2 if M <= 32 else 1
     if device.has_cluster:
-        held, cluster, tiles_each = _medium_shares(M, tiles, K, sms)
+        held, cluster, tiles_each = _cluster_shares(M, tiles, K, sms)
         clusters = min(-(-tiles // tiles_each), per_sm * sms // cluster)
-        yield _Medium(held, cluster, max(1, clusters), per_sm)
-    yield _Medium(1, 1, min(tiles, per_sm * sms), per_sm)
-    yield _Medium(1, 1, min(tiles, sms), 1)
+        yield held, cluster, max(1, clusters), per_sm
+    yield 1, 1, min(tiles, per_sm * sms), per_sm
+    yield 1, 1, min(tiles, sms), 1
 
 
-def _medium_shares(M: int, tiles: int, K: int, sms: int) -> tuple[int, int, int]:
+def _cluster_shares(M: int, tiles: int, K: int, sms: int) -> tuple[int, int, int]:
     """(row tiles a warp holds, CTAs of a cluster, row tiles a cluster should have)."""
     if M > 32:  # one CTA on an SM
         if tiles <= 2 * sms:
@@ -225,21 +358,6 @@ def _medium_shares(M: int, tiles: int, K: int, sms: int) -> tuple[int, int, int]
     if tiles <= 8 * sms:
         return 1, 2, 6
     return (2 if M <= 16 and tiles > 12 * sms else 1), 1, 6
-
-
-def _medium_depths(split: _Medium) -> tuple[tuple[int, int], ...]:
-    """(stages of weights, stages of x), the best first."""
-    if split.per_sm > 1:
-        return ((2, 3), (2, 2))
-    return ((3, 3), (2, 3), (2, 2), (1, 2), (1, 1))
-
-
-def _medium_bytes(M: int, groups: int, held: int, depth: int, x_depth: int) -> int:
-    """Shared memory of linear_medium: both rings, the sums, the barriers."""
-    tiles = held * _MEDIUM_WARPS
-    rings = depth * tiles * _UNIT_BYTES + x_depth * groups * 8 * _TOKEN_BYTES
-    barriers = 2 * x_depth + _MEDIUM_WARPS * depth
-    return rings + tiles * M * _SUM_BYTES + barriers * _BARRIER_BYTES
 
 
 def _unpack(reason: str) -> Plan:

@@ -103,7 +103,9 @@ def test_the_command_check_sees_something():
 @every_page
 def test_flags_named_alone_exist(page):
     known = {flag for name in COMMANDS if name != "nvfp4r" for flag in known_flags([name])}
-    known |= {flag for name in ("inspect", "doctor") for flag in known_flags(["nvfp4r", name])}
+    known |= {
+        flag for name in ("inspect", "doctor", "bench") for flag in known_flags(["nvfp4r", name])
+    }
     alone = re.findall(r"`(--[a-z0-9-]+)[^`]*`", page.read_text(encoding="utf-8"))
     assert set(alone) <= known
 

@@ -204,9 +204,29 @@ def test_doctor_tells_versions_and_what_is_missing():
     assert found["NVFP4 format and quantiser on the CPU"][0] is True
     assert found["transformers engine (nvfp4r.hf.load_model)"][0] is True
     assert found[KERNELS][0] is torch.cuda.is_available()
-    runs, reason = found["vLLM plug-in"]
-    assert runs is False
-    assert f"Not in this release: {nvfp4r.__version__} does not implement" in reason
+
+
+@pytest.mark.parametrize(
+    ("version", "plugins", "runs", "told"),
+    [
+        (None, "", False, "vLLM is not installed: pip install 'reset-decoding[vllm]'"),
+        ("0.31.0", "", False, "0.31.0, but nvfp4r was checked against 0.26, 0.32, 0.33 alone"),
+        ("0.32.0", "other", False, "VLLM_PLUGINS is 'other'"),
+        ("0.32.0", "nvfp4r", True, "it is off; nvfp4r.enable() or NVFP4R=1 switches it on"),
+    ],
+)
+def test_d5_doctor_tells_whether_vllm_would_use_the_plugin(
+    monkeypatch, version, plugins, runs, told
+):
+    monkeypatch.setattr("nvfp4r.vllm.versions.installed_version", lambda: version)
+    monkeypatch.setenv("VLLM_PLUGINS", plugins)
+    monkeypatch.delenv("NVFP4R", raising=False)
+    monkeypatch.setattr(
+        "nvfp4r.vllm.versions.metadata.entry_points",
+        lambda group: [SimpleNamespace(name="nvfp4r")],
+    )
+    found, reason = parts(run_json("doctor"))["vLLM plug-in"]
+    assert (found, told in reason) == (runs, True), reason
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def test_k9_long_rows(K):
 
 
 def extreme_weight(kind: str, N: int, K: int) -> NVFP4Tensor:
-    """Matrices at the ends of the format: k3 scales of 2^-9 must not vanish, 6 * 448 not overflow."""
+    """Matrices at the ends of the format: 2^-9 must not vanish, 6 * 448 not overflow."""
     codes = random_weight(N, K).codes
     scale_bytes = torch.full((N, K // 16), 0x38, dtype=torch.uint8)  # 1.0
     if kind == "all 6 under 448":

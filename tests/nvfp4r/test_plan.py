@@ -2,7 +2,15 @@
 
 import pytest
 
-from nvfp4r.plan import DeviceFacts, choose_plan
+from nvfp4r.plan import (
+    TOKEN_RANGES,
+    DeviceFacts,
+    MediumSplit,
+    SmallSplit,
+    choose_plan,
+    plan_with,
+    token_range,
+)
 
 H200 = DeviceFacts(sm_count=132, shared_bytes_per_block=232_448, has_pdl=True, has_cluster=True)
 RTX_3090 = DeviceFacts(
@@ -113,3 +121,43 @@ def test_bad_sizes(sizes):
         choose_plan(*sizes, "bf16", H200)
     with pytest.raises(ValueError, match="order is 'f32'"):
         choose_plan(1, 8, 16, "f32", H200)
+
+
+@pytest.mark.parametrize(
+    ("M", "split", "fault"),
+    [
+        (9, SmallSplit(4, 8), "linear_small takes up to 8 tokens"),
+        (1, SmallSplit(6, 8), r"built for \(4, 8, 12\) warps"),
+        (1, SmallSplit(4, 0), "0 groups of CTAs cannot share 16 row tiles"),
+        (1, SmallSplit(4, 17), "17 groups of CTAs cannot share 16 row tiles"),
+        (8, MediumSplit(1, 1, 8, 2, 2), "linear_medium takes 9 to 64 tokens"),
+        (32, MediumSplit(2, 1, 8, 2, 2), r"built for \(1,\) row tiles a warp"),
+        (16, MediumSplit(1, 3, 8, 2, 2), "3 CTAs cannot form a cluster"),
+        (16, MediumSplit(1, 1, 17, 2, 2), "17 groups of CTAs cannot share 16 row tiles"),
+        (16, MediumSplit(1, 1, 8, 0, 2), "a ring has at least one stage"),
+        (16, MediumSplit(1, 1, 8, 2, 0), "a ring has at least one stage"),
+        (64, MediumSplit(2, 1, 8, 6, 1), "bytes of shared memory, a CTA has 232448"),
+    ],
+)
+def test_impossible_splits_are_refused(M, split, fault):
+    with pytest.raises(ValueError, match=fault):
+        plan_with(split, M, 256, 512, "bf16", H200, reason="")
+
+
+def test_clusters_are_refused_where_there_are_none():
+    with pytest.raises(ValueError, match="2 CTAs cannot form a cluster"):
+        plan_with(MediumSplit(1, 2, 8, 1, 1), 16, 256, 512, "bf16", RTX_3090, reason="")
+
+
+@pytest.mark.parametrize("M", [1, 8, 9, 24, 40, 64])
+@pytest.mark.parametrize("device", [H200, RTX_3090])
+def test_a_plan_comes_back_from_its_own_split(M, device):
+    plan = choose_plan(M, 10240, 5120, "f16", device)
+    again = plan_with(plan.split, M, 10240, 5120, "f16", device, reason=plan.reason)
+    assert again == plan
+
+
+def test_token_ranges_are_those_of_the_kernels():
+    assert [token_range(M) for M in (1, 8, 9, 16, 17, 32, 33, 48, 49, 64)] == [
+        bounds for bounds in TOKEN_RANGES for _ in range(2)
+    ]

@@ -117,13 +117,14 @@ def _keep(path: Path, cubin: Cubin) -> None:
     """Writes the log, then the machine code, so that none is seen without its log."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _replace(path.with_suffix(".log"), f"{cubin.command}\n{cubin.log}\n".encode())
-        _replace(path, cubin.data + hashlib.sha256(cubin.data).digest())
+        replace_file(path.with_suffix(".log"), f"{cubin.command}\n{cubin.log}\n".encode())
+        replace_file(path, cubin.data + hashlib.sha256(cubin.data).digest())
     except OSError as error:
         _warn_unkept(f"{path.parent}: {error.strerror or error}")
 
 
-def _replace(path: Path, blob: bytes) -> None:
+def replace_file(path: Path, blob: bytes) -> None:
+    """Writes a file aside and renames it, so that nobody sees half of it."""
     aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         aside.write_bytes(blob)

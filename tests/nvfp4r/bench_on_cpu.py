@@ -1,0 +1,92 @@
+"""`nvfp4r bench` on a machine without a GPU: the ops compute the reference, times are made up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from nvfp4r import bench_matrix, cli_bench, launches
+from nvfp4r.bench import Machine
+from nvfp4r.launches import Layer
+from nvfp4r.ops import linear
+from nvfp4r.plan import DeviceFacts, Plan
+
+H200 = DeviceFacts(132, 232_448, has_pdl=True, has_cluster=True)
+GPU = "NVIDIA H200"
+DENSE_US = 5.0
+
+
+class OnCpu(TorchFunctionMode):
+    """What is made on "cuda" is made on the CPU."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if kwargs.get("device") == "cuda":
+            kwargs["device"] = "cpu"
+        return func(*args, **kwargs)
+
+
+class FakeGpu:
+    """Times and results of plans, as a test wants them.
+
+    Attributes:
+        us: microseconds of a plan; the op's are those of the plan that it would use.
+        factor: what a plan's result is multiplied with.
+        held_clusters: how many clusters of a kernel the GPU holds.
+        copies: how many copies of a matrix each graph ran through.
+    """
+
+    def __init__(self) -> None:
+        self.us: Callable[[Plan], float] = lambda plan: 4.0
+        self.factor: Callable[[Plan], float] = lambda plan: 1.0
+        self.held_clusters = 1
+        self.copies: list[int] = []
+        self._last_us = DENSE_US
+
+    def run_plan(self, plan: Plan, x: torch.Tensor, layer: Layer, out=None) -> torch.Tensor:
+        self._last_us = self.us(plan)
+        y = linear(x, *layer) * self.factor(plan)
+        return y if out is None else out.copy_(y)
+
+    def op(self, x: torch.Tensor, *stored) -> torch.Tensor:
+        layer = Layer(*stored)
+        sizes, quantised = (x.shape[0], layer.N, layer.K), layer.input_scale is not None
+        return self.run_plan(
+            launches.plan_for(*sizes, layer.order, H200, 0, quantised), x, layer
+        ).to(x.dtype)
+
+    def graph_us(self, calls, x, repeats=11) -> dict[str, float]:
+        self._last_us = DENSE_US  # a dense product leaves it
+        calls[0](x)
+        self.copies.append(len(calls))
+        us = self._last_us
+        return {"median_us": us, "p10_us": 0.9 * us, "p90_us": 1.1 * us}
+
+    def kernel(self, name: str) -> SimpleNamespace:
+        return SimpleNamespace(max_active_clusters=lambda **configuration: self.held_clusters)
+
+
+@contextmanager
+def replacing_gpu(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[FakeGpu]:
+    """Kernels, timers and facts of an H200 that keeps its tuned plans in `folder`."""
+    gpu = FakeGpu()
+    machine = Machine(0, GPU, "580.95.05", H200, read_tb_per_s=4.0, rotated_bytes=500_000)
+    monkeypatch.setenv("NVFP4R_CACHE_DIR", str(folder))
+    monkeypatch.delenv("NVFP4R_TUNED_PLANS", raising=False)
+    monkeypatch.setattr(cli_bench, "require_machine", lambda: machine)
+    monkeypatch.setattr(bench_matrix, "run_plan", gpu.run_plan)
+    monkeypatch.setattr(bench_matrix, "linear", gpu.op)
+    monkeypatch.setattr(bench_matrix, "graph_us", gpu.graph_us)
+    monkeypatch.setattr(bench_matrix, "load_module", lambda index: gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: GPU)
+    monkeypatch.setattr(launches, "required_facts", lambda index: H200)
+    launches.tuned_plans.cache_clear()
+    with OnCpu():
+        yield gpu
+    launches.tuned_plans.cache_clear()
