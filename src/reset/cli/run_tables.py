@@ -1,0 +1,111 @@
+"""Tables and progress of `reset-run`."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+from nvfp4r.console import notes
+from reset.evaluate.compare import Comparison
+from reset.evaluate.runner import Progress as OnProgress
+from reset.evaluate.stats import Estimate
+
+
+@contextmanager
+def answer_progress(title: str) -> Iterator[OnProgress]:
+    """A progress bar over answers on standard error, with the rate and the time left."""
+    columns = (
+        TextColumn("{task.description:<11}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TextColumn("answers"),
+        TextColumn("{task.fields[rate]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(compact=True),
+    )
+    began = time.monotonic()
+    with Progress(*columns, console=notes()) as progress:
+        task = progress.add_task(title, total=None, rate="")
+
+        def advance(done: int, total: int, tokens: int) -> None:
+            seconds = time.monotonic() - began
+            rate = f"{tokens / seconds:.0f} tokens/s" if tokens and seconds > 0 else ""
+            progress.update(task, completed=done, total=total, rate=rate)
+
+        yield advance
+
+
+def score_table(scores: dict[str, Any], speed: dict[str, Any]) -> Table:
+    """One run: the content of scores.json and speed.json."""
+    score = scores["score"]
+    table = Table("what", "value", show_header=False)
+    table.add_row("score, mean over seeds", _percent(score["mean"]))
+    table.add_row("standard error over problems", _points(score["standard_error"]))
+    if score["low"] is not None:
+        table.add_row("95 % interval", f"{_percent(score['low'])} .. {_percent(score['high'])}")
+    else:
+        table.add_row("95 % interval", "unknown for one problem")
+    table.add_row("each seed", ", ".join(_percent(mean) for mean in scores["seed_means"]))
+    table.add_row("deviation between seeds", _points(scores["seed_deviation"]))
+    table.add_row("truncated", _percent(scores["truncated"]))
+    table.add_row("score without truncated", _percent(scores["score_completed"]))
+    table.add_row("unparsed", _percent(scores["unparsed"]))
+    table.add_row("repetition rate", _percent(scores["repetition_rate"]))
+    table.add_row("caught in a loop", _percent(scores["looping"]))
+    table.add_row("tokens per answer", f"{scores['tokens_per_answer']:.0f}")
+    rate = speed["tokens_per_second"]
+    table.add_row("speed", "-" if rate is None else f"{rate:.1f} tokens/s")
+    table.add_row("problems x samples", f"{scores['problems']} x {len(scores['seed_means'])}")
+    return table
+
+
+def comparison_table(comparison: Comparison) -> Table:
+    """One line a run; differences in points."""
+    level = f"{100 * comparison.level:.4g} %"
+    table = Table(
+        *("run", "score", "95 % interval", "difference", f"{level} interval", "ratio", "verdict"),
+        *("truncated", "tokens"),
+        title=f"{comparison.task}, {comparison.problems} problems",
+    )
+    for line in comparison.lines:
+        difference = line.difference
+        table.add_row(
+            line.name,
+            _percent(line.score.mean),
+            _interval(line.score),
+            "" if difference is None else f"{100 * difference.mean:+.1f}",
+            "" if difference is None else _interval(difference, signed=True),
+            "" if line.ratio is None else f"{line.ratio:.3f}",
+            line.verdict,
+            _percent(line.truncated),
+            f"{line.tokens_per_answer:.0f}",
+        )
+    return table
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f} %"
+
+
+def _points(value: float | None) -> str:
+    return "unknown" if value is None else f"{100 * value:.1f} points"
+
+
+def _interval(value: Estimate, *, signed: bool = False) -> str:
+    if math.isnan(value.low):
+        return "unknown"
+    sign = "+" if signed else ""
+    return f"{100 * value.low:{sign}.1f} .. {100 * value.high:{sign}.1f}"
