@@ -81,6 +81,7 @@ class NVFP4Checkpoint:
         self.activations: Activations = structure.activations
         self._parameters = structure.parameters
         self._problems = [*self._shards.problems, *structure.problems]
+        self._doubtful = structure.doubtful
         self._multipliers = self._read_scales()
         self.modules = tuple(
             sorted(
@@ -187,10 +188,21 @@ class NVFP4Checkpoint:
 
     def require_sound(self) -> None:
         """Raises ValueError for the first structural problem, if there is one."""
-        if self._problems:
-            more = len(self._problems) - 1
+        self._raise_first(self._problems)
+
+    def require_sound_scales(self) -> None:
+        """Raises ValueError for the first problem with files, scales or fused layers.
+
+        Layers that the configuration calls quantised and that have no scales are passed over: an
+        engine may know better which ones it quantises.
+        """
+        self._raise_first([line for line in self._problems if line not in self._doubtful])
+
+    def _raise_first(self, problems: list[str]) -> None:
+        if problems:
+            more = len(problems) - 1
             rest = f" ({more} more: `nvfp4r inspect {self.path}` lists them)" if more else ""
-            raise ValueError(self._problems[0] + rest)
+            raise ValueError(problems[0] + rest)
 
     def problems(self) -> list[str]:
         """Reads every tensor and lists all that is wrong, one line each; empty if nothing is.

@@ -202,6 +202,7 @@ def quantise_checkpoint(
     exclude: Sequence[str] = (),
     input_amax: Mapping[str, Tensor] | None = None,
     headroom: float = 1.0,
+    quantise_head: bool = False,
     device: torch.device | str = "cpu",
     force: bool = False,
     max_shard_bytes: int = 4 << 30,
@@ -221,6 +222,7 @@ def quantise_checkpoint(
         exclude: patterns of modules to leave alone, see `groups.matches_any`.
         input_amax: for W4A4, the largest input of every quantised module.
         headroom: factor >= 1 on `input_amax`, for inputs larger than calibration saw.
+        quantise_head: quantise lm_head too, if the model has one of its own.
         device: where the arithmetic runs.
         force: replace `output` if it exists.
         max_shard_bytes: size of the largest output file, in bytes.
@@ -231,7 +233,7 @@ def quantise_checkpoint(
             input maxima missing or not wanted.
     """
     check_method(method)
-    plan = plan_conversion(source, exclude)
+    plan = plan_conversion(source, exclude, quantise_head=quantise_head)
     check_target(Path(output), marker=CONFIG_FILE, force=force, source=plan.source)
     _input_scales(plan, activations, input_amax, headroom)
     return convert(

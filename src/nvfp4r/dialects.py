@@ -36,6 +36,7 @@ SUPPORTED = (
     "supported are ModelOpt (quant_algo NVFP4 or W4A16_NVFP4) and compressed-tensors "
     f"(nvfp4-pack-quantized), both with group size {BLOCK}"
 )
+_HEAD = "lm_head"
 _REQUANTISE = "quantise the original model with reset-quantize"
 
 
@@ -361,6 +362,9 @@ def config_block(
             "producer": dict(producer),
         }
     arguments = {**arguments, "strategy": "tensor_group", "symmetric": True}
+    targets = ["Linear"]
+    if not matches_any(_HEAD, exclude):
+        targets.append(f"re:.*{_HEAD}$")  # no Linear in vLLM, so that only its name matches
     return {
         "quant_method": "compressed-tensors",
         "format": "nvfp4-pack-quantized",
@@ -368,7 +372,7 @@ def config_block(
         "config_groups": {
             "group_0": {
                 "format": "nvfp4-pack-quantized",
-                "targets": ["Linear"],
+                "targets": targets,
                 "weights": {**arguments, "dynamic": False},
                 "input_activations": (
                     {**arguments, "dynamic": "local"} if activations == "nvfp4" else None

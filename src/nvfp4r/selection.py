@@ -49,7 +49,9 @@ class ConversionPlan:
     output_bytes: int
 
 
-def plan_conversion(source: str | Path, exclude: Sequence[str] = ()) -> ConversionPlan:
+def plan_conversion(
+    source: str | Path, exclude: Sequence[str] = (), *, quantise_head: bool = False
+) -> ConversionPlan:
     """Reads configuration and headers, and decides what to quantise.
 
     Quantised are matrices named "<module>.weight", except embeddings, output heads, routers and
@@ -58,11 +60,13 @@ def plan_conversion(source: str | Path, exclude: Sequence[str] = ()) -> Conversi
     Args:
         source: folder of a model in bfloat16, float16 or float32.
         exclude: patterns of modules to leave alone, see `groups.matches_any`.
+        quantise_head: quantise lm_head too, if the model has one of its own.
 
     Raises:
         ValueError: no readable checkpoint, or one that is quantised already; a pattern that covers
             nothing, or only a part of a fused group; a layer whose K is no multiple of 16; experts
-            stacked in one tensor; nothing to quantise. Names files, tensors and patterns.
+            stacked in one tensor; nothing to quantise; `quantise_head` with a head that is tied to
+            the embedding, excluded or missing. Names files, tensors and patterns.
     """
     source = Path(source)
     config = read_json(source / CONFIG_FILE)
@@ -73,11 +77,13 @@ def plan_conversion(source: str | Path, exclude: Sequence[str] = ()) -> Conversi
     infos = tensors.infos
     _refuse_quantised_tensors(infos)
     _refuse_unmatched(infos, exclude)
+    if quantise_head:
+        _require_own_head(source, config, infos, exclude)
 
     quantised: dict[str, TensorInfo] = {}
     kept: dict[str, str] = {}
     for name, info in infos.items():
-        reason = _reason_to_keep(info, exclude)
+        reason = _reason_to_keep(info, exclude, quantise_head)
         if reason is None:
             quantised[module_of(name)] = info
         else:
@@ -124,7 +130,9 @@ def _is_router(module: str) -> bool:
     return last == "gate" or last.endswith("_gate") or "router" in module
 
 
-def _reason_to_keep(info: TensorInfo, exclude: Sequence[str]) -> str | None:
+def _reason_to_keep(
+    info: TensorInfo, exclude: Sequence[str], quantise_head: bool = False
+) -> str | None:
     module = module_of(info.name)
     is_weight = _is_matrix(info) or _is_expert_stack(info)
     if is_weight and matches_any(module, exclude):
@@ -134,10 +142,40 @@ def _reason_to_keep(info: TensorInfo, exclude: Sequence[str]) -> str | None:
     if not is_weight:
         return "norm, bias or other vector" if len(info.shape) < 2 else "not a linear weight"
     if module.rpartition(".")[2] in _HEADS:
-        return "output head"
+        return None if quantise_head and _is_lm_head(module) else "output head"
     if _is_router(module):
         return "router"
     return None
+
+
+def _is_lm_head(module: str) -> bool:
+    return module.rpartition(".")[2] == _HEADS[0]
+
+
+def _require_own_head(
+    source: Path,
+    config: Mapping[str, Any],
+    infos: Mapping[str, TensorInfo],
+    exclude: Sequence[str],
+) -> None:
+    heads = [module_of(name) for name in infos if _is_lm_head(module_of(name))]
+    text = config.get("text_config")
+    is_tied = any(
+        part.get("tie_word_embeddings") for part in (config, text if isinstance(text, dict) else {})
+    )
+    if is_tied or not heads:
+        why = (
+            "tie_word_embeddings is true" if is_tied else "there is no tensor named lm_head.weight"
+        )
+        raise ValueError(
+            f"{source / CONFIG_FILE}: lm_head cannot be quantised, as {why}: the output head "
+            "shares the matrix of the embedding, which stays in 16 bits; leave "
+            "--quantize-lm-head out"
+        )
+    if matches_any(heads[0], exclude):
+        raise ValueError(
+            f"{heads[0]}: --exclude covers it, but --quantize-lm-head asks for it; leave one out"
+        )
 
 
 def _quantised_bytes(info: TensorInfo) -> int:
@@ -227,4 +265,6 @@ def _config_exclusions(
             names[experts] = None
         elif not is_embedding(module):
             names[module] = None
-    return tuple(sorted({*names, "lm_head"}))
+    if not any(_is_lm_head(name) for name in quantised):
+        names["lm_head"] = None
+    return tuple(sorted(names))

@@ -44,6 +44,8 @@ class Structure:
         activations: what configuration and tensors say together.
         unused_input_scales: how many input scales a W4A16 checkpoint carries.
         problems: one line each.
+        doubtful: those of the problems that are about layers without scales, which engines may
+            know how to run.
     """
 
     parameters: dict[str, TensorInfo | ModuleTensors]
@@ -51,6 +53,7 @@ class Structure:
     activations: Activations
     unused_input_scales: int
     problems: list[str]
+    doubtful: frozenset[str] = frozenset()
 
 
 def is_embedding(module: str) -> bool:
@@ -86,6 +89,7 @@ def sort_tensors(
     activations = quant.activations or ("nvfp4" if has_input_scale else "none")
 
     problems: list[str] = []
+    doubtful: list[str] = []
     modules: dict[str, ModuleTensors] = {}
     lost = {name.rpartition(".")[0] for name in unreadable}
     for module in candidates:
@@ -114,7 +118,9 @@ def sort_tensors(
             kv_scales.append(info)
         elif name not in owned:
             parameters[name] = info
-            problems += _plain_problems(info, quant)
+            found = list(_plain_problems(info, quant))
+            problems += found
+            doubtful += found
             if suffix == "weight" and len(info.shape) == 2:
                 linears.append(module)
     problems += [
@@ -126,6 +132,7 @@ def sort_tensors(
         activations=activations,
         unused_input_scales=len(has_input_scale) if activations == "none" else 0,
         problems=problems,
+        doubtful=frozenset(doubtful),
     )
 
 

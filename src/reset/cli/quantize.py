@@ -93,6 +93,13 @@ def quantize(
             "expression. May be repeated."
         ),
     ] = None,
+    quantize_lm_head: Annotated[
+        bool,
+        typer.Option(
+            "--quantize-lm-head",
+            help="Quantise the output head too; only where it is not tied to the embedding.",
+        ),
+    ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing checkpoint.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the report as JSON instead of text.")
@@ -101,9 +108,9 @@ def quantize(
 ) -> None:
     """Quantise the linear layers of a model to NVFP4 (4.5 bits per weight).
 
-    Embeddings, norms, routers and the output head stay as they are. Weights alone need about the
-    memory of one output file (4 GB at most) and of the largest layers; W4A4 loads the whole model
-    once to calibrate, on a CPU in float32.
+    Embeddings, norms and routers stay as they are, as does the output head unless it is asked for.
+    Weights alone need about the memory of one output file (4 GB at most) and of the largest layers;
+    W4A4 loads the whole model once to calibrate, on a CPU in float32.
     """
     start = time.monotonic()
     with error_boundary(debug):
@@ -115,7 +122,7 @@ def quantize(
 
         source = model_folder(model)
         check_target(output_folder, marker=CONFIG_FILE, force=force, source=source)
-        plan = plan_conversion(source, exclude or [])
+        plan = plan_conversion(source, exclude or [], quantise_head=quantize_lm_head)
         require_space(output_folder, plan.output_bytes)
         unchecked = check_linear_layers(plan)
         rows = []

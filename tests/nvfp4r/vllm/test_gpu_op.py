@@ -1,0 +1,70 @@
+"""The op of vLLM's layers on a GPU: paths, counts, CUDA graphs, torch.compile."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nvfp4r import quantize
+from nvfp4r.ops import linear
+from nvfp4r.packed import pack
+from nvfp4r.vllm.op import vllm_linear
+from nvfp4r.vllm.record import record
+
+pytestmark = pytest.mark.gpu
+
+N, K = 384, 256
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    record.cache_clear()
+    yield
+    record.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def layer():
+    torch.manual_seed(0)
+    packed = pack(quantize(torch.randn(N, K, device="cuda")), "bf16")
+    return packed.tiles, packed.alpha
+
+
+def tokens(M: int) -> torch.Tensor:
+    generator = torch.Generator("cuda").manual_seed(M)
+    return torch.randn(M, K, device="cuda", generator=generator).bfloat16()
+
+
+def run(layer, x: torch.Tensor, gemv_max_m: int = 64) -> torch.Tensor:
+    return vllm_linear(x, *layer, None, None, N, K, "bf16", gemv_max_m)
+
+
+@pytest.mark.parametrize(
+    ("gemv_max_m", "counts"),
+    [(64, {"small": 2, "medium": 1}), (8, {"small": 2, "unpack": 1}), (0, {"unpack": 3})],
+)
+def test_d6_traced_with_512_tokens_the_kernels_still_serve_few(layer, gemv_max_m, counts):
+    compiled = torch.compile(lambda x: run(layer, x, gemv_max_m), fullgraph=True, dynamic=True)
+    compiled(tokens(512))
+    record().reset_counts()
+    for M in (1, 8, 20):
+        assert torch.equal(compiled(tokens(M)), run(layer, tokens(M), gemv_max_m))
+    seen = record().calls_by_path()
+    assert seen == {path: 2 * count for path, count in counts.items()}  # compiled and not
+
+
+@pytest.mark.parametrize("M", [1, 8, 40, 100])
+def test_a12_a_captured_graph_follows_the_weights(layer, M):
+    tiles, alpha = (part.clone() for part in layer)
+    x = tokens(M)
+    run((tiles, alpha), x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = run((tiles, alpha), x)
+    alpha.mul_(2)
+    before = sum(record().calls_by_path().values())
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(y, 2 * linear(x, *layer, None, None, N, K, "bf16"))
+    assert sum(record().calls_by_path().values()) == before  # replays make no calls
