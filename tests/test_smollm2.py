@@ -9,6 +9,8 @@ small for any statement about accuracy; what is tested is that numbers are the r
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -153,3 +155,23 @@ def test_generate_with_a_trace(with_activations, tmp_path):
     text = page.read_text(encoding="utf-8")
     assert text.endswith("</html>\n")
     assert f'"token_id":{trace.tokens[0].token_id},' in text
+
+
+def test_the_generate_example(smollm2, tmp_path):
+    preset = tmp_path / "preset.json"
+    preset.write_text(json.dumps({"config": {"t_low": 0.0, "t_high": 0.0, "tau_0": 1.0}}))
+    script = QUESTIONS.parents[1] / "generate.py"
+    flags = ("--model", smollm2, "--preset", preset, "--max-tokens", "8", "Name a colour.")
+    done = subprocess.run(
+        [sys.executable, script, *map(str, flags)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    model = AutoModelForCausalLM.from_pretrained(smollm2)
+    chat = [{"role": "user", "content": "Name a colour."}]
+    prompt = tokenizer.apply_chat_template(
+        chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    greedy = model.generate(**prompt, max_new_tokens=8, do_sample=False)
+    expected = tokenizer.decode(greedy[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+    assert done.stdout.strip() == expected.strip()
