@@ -41,23 +41,6 @@ def test_the_samples_compile_for_every_target(name):
     assert f"Compiling entry function 'scale' for 'sm_{name}'" in cubin.log
 
 
-@pytest.mark.parametrize(("wide", "accepted"), [("f16x2", True), ("bf16x2", False)])
-@pytest.mark.parametrize("name", [n for n in TARGETS if target_named(n).has_fp4_convert])
-def test_fp4_becomes_fp16_in_one_instruction_but_never_bfloat16(name, wide, accepted):
-    """Why the kernels decode with integer instructions on every target: docs/layout.md."""
-    text = f"""
-extern "C" __global__ void k(unsigned* a) {{
-    asm volatile("{{.reg .b8 b;\\ncvt.u8.u32 b, %1;\\ncvt.rn.{wide}.e2m1x2 %0, b;}}"
-                 : "=r"(a[1]) : "r"(a[0]));
-}}
-"""
-    if accepted:
-        assert "k" in resources(compiled(text, target_named(name)))
-    else:
-        with pytest.raises(CompileError, match="cvt"):
-            compiled(text, target_named(name))
-
-
 def test_resources_are_those_of_each_kernel():
     found = resources(compile_cubin(HOPPER, SOURCES, ENTRY))
     assert found["tile"].static_shared_bytes == 32 * 16
