@@ -24,7 +24,8 @@ choice is:
 Two stages per ring were enough; four or more cost occupancy.
 
 For M = 9 .. 64 (linear_medium; the same machine and conditions, 300 settings a shape) the rule is
-within 2 % of the best setting found, 5 % on 10240 x 5120 at M = 16. CTAs of a cluster share K; best
+within 2 % of the best setting found, 5 % on 10240 x 5120 at M = 16 (with the version before a
+warp's two row tiles were spread 8 apart). CTAs of a cluster share K; best
 setting and time in us at M = 16, 32, 64, as tiles a warp / CTAs of a cluster / clusters:
 
     tiles  shapes (N x K)       M = 16             M = 32             M = 64
