@@ -262,7 +262,7 @@ def shared_bytes(split: Split, M: int) -> int:
     tiles = split.held * MEDIUM_WARPS
     x_bytes = token_groups(M) * 8 * _TOKEN_BYTES
     rings = split.depth * tiles * _UNIT_BYTES + split.x_depth * x_bytes
-    barriers = 2 * split.x_depth + MEDIUM_WARPS * split.depth
+    barriers = 2 * split.x_depth + MEDIUM_WARPS * (split.depth + 1)
     return rings + tiles * M * _SUM_BYTES + barriers * _BARRIER_BYTES
 
 

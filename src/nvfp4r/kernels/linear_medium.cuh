@@ -246,12 +246,13 @@ __device__ __forceinline__ void linear_medium(const LinearArgs& p) {
     const MediumWork work(p, cluster, kTiles);
 
     // Stages of weights and of x; sums; barriers: x full and x empty of each stage, weights full of
-    // each warp and stage.
+    // each warp and stage, and one a warp: its stage has been read.
     const int x_depth = p.x_depth;
     const u32 weights_at = shared_address(shared), x_stages = weights_at + p.depth * kWeightBytes;
     const u32 sums_at = x_stages + x_depth * kXBytes;
     const u32 full = sums_at + 4 * kTiles * p.M * kSumStride, empty = full + 8 * x_depth;
     const u32 weights_full = empty + 8 * x_depth;
+    const u32 weights_read = weights_full + 8 * kMediumWarps * p.depth;
     if (threadIdx.x == 0) {
         for (int d = 0; d < x_depth; d++) {
             barrier_init(full + 8 * d, 32 * kXWarps);
@@ -259,6 +260,7 @@ __device__ __forceinline__ void linear_medium(const LinearArgs& p) {
         }
         for (int d = 0; d < kMediumWarps * p.depth; d++)
             barrier_init(weights_full + 8 * d, kFullArrivals);
+        for (int w = 0; w < kMediumWarps; w++) barrier_init(weights_read + 8 * w, 1);
         publish_barriers();
     }
     __syncthreads();
@@ -285,6 +287,7 @@ __device__ __forceinline__ void linear_medium(const LinearArgs& p) {
     const int token1 = p.M * (int)(cluster.rank + 1) / (int)cluster.size;
     const u32 my_sums = sums_at + 4 * (my_tile * p.M * kSumStride + (threadIdx.x & 15));
     Place x_place, weights_place;
+    u32 read_parity = 0;
     for (int pass = 0; pass < work.passes; pass++) {
         const int tile = work.first(pass), tiles = work.first(pass + 1) - tile;
         const int mine = work.tiles_of(pass, warp);
@@ -318,7 +321,12 @@ __device__ __forceinline__ void linear_medium(const LinearArgs& p) {
                     multiply(0, left);
                     if (left > 128) multiply(1, left - 128);
                 }
+                // A copy may overtake loads that were only issued (docs/log.md). The arrival stands
+                // behind them in the same pipe; when it has been seen they are done.
                 __syncwarp();
+                if (lane == 0) barrier_arrive(weights_read + 8 * warp);
+                barrier_wait(weights_read + 8 * warp, read_parity);
+                read_parity ^= 1;
                 weights_place.next(p.depth);
                 stream.copy_next();
             }
