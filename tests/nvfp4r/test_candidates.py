@@ -41,7 +41,7 @@ def built_kernels() -> set[str]:
     """Names of the product kernels, without the dtype, from the list in the CUDA source."""
     text = kernel_sources()[ENTRY]
     small = re.findall(r"^ +SMALL\(NAME, MODE, (\d+), (_q)?, (?:true|false), \d\)", text, re.M)
-    medium = re.findall(r"^ +MEDIUM\(NAME, MODE, (\d+), (\d+), \d\)", text, re.M)
+    medium = re.findall(r"^ +MEDIUM\(NAME, MODE, (\d+), (\d+), \w+\(\d+\)\)", text, re.M)
     assert small
     assert medium
     return {f"small_w{W}{q}" for W, q in small} | {f"medium_n{n}_r{r}" for n, r in medium}
