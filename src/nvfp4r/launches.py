@@ -29,9 +29,10 @@ from nvfp4r.plan import (
 )
 from nvfp4r.tuned import Problem, TunedPlans, load_tuned
 
-_LINEAR = struct.Struct("@6P7i0P")  # struct LinearArgs of kernels/linear_args.cuh
-_QUANTIZE = struct.Struct("@4PQ")  # struct QuantizeArgs of kernels/quantize.cuh
+_LINEAR = struct.Struct("@6P8i0P")  # struct LinearArgs of kernels/linear_args.cuh
+_QUANTIZE = struct.Struct("@4PQi0P")  # struct QuantizeArgs of kernels/quantize.cuh
 _UNPACK = struct.Struct("@2P4i")  # struct UnpackArgs of kernels/unpack.cuh
+_ROTATE, _QUANTIZE_X = 1, 2  # bits of `prologue` in both; kernels/quantize.cuh
 _THREADS = 256  # of the two that go through memory once
 _CTAS_PER_SM = 8
 _UNPACKED_ELEMENTS = 1 << 25  # of a chunk: 64 MiB, enough to keep a dense product efficient
@@ -112,13 +113,25 @@ def tuned_plans(device_index: int) -> TunedPlans:
     return load_tuned(torch.cuda.get_device_name(device_index), required_facts(device_index))
 
 
-def run_plan(plan: Plan, x: Tensor, layer: Layer, out: Tensor | None = None) -> Tensor:
+def run_plan(
+    plan: Plan,
+    x: Tensor,
+    layer: Layer,
+    out: Tensor | None = None,
+    *,
+    rotate: bool = False,
+    prepared: bool = False,
+) -> Tensor:
     """Launch the kernel of a plan; for the ops, and for measurements that compare plans.
 
     Args:
-        x: [M, K]; the plan was made for this M, and with `quantised` if there is an input scale.
+        x: [M, K]; the plan was made for this M, and with `quantised` if the kernel has to rotate x
+            or to round it.
         out: [M, N], contiguous, in x's dtype; a new one by default.
+        rotate: multiply blocks of 16 columns of x by the Hadamard matrix first.
+        prepared: x went through `run_prologue`, so that nothing is left to do but the input scale.
     """
+    prologue = 0 if prepared else _prologue(layer.input_scale, rotate)
     x = _aligned(x)
     M, N, K = x.shape[0], layer.N, layer.K
     y = torch.empty((M, N), dtype=x.dtype, device=x.device) if out is None else out
@@ -129,7 +142,7 @@ def run_plan(plan: Plan, x: Tensor, layer: Layer, out: Tensor | None = None) -> 
         layer.alpha.data_ptr(),
         0 if layer.bias is None else layer.bias.data_ptr(),
         0 if layer.input_scale is None else layer.input_scale.data_ptr(),
-        *(M, N, K, layer.tiles.shape[0], layer.tiles.shape[1], plan.depth, plan.x_depth),
+        *(M, N, K, *layer.tiles.shape[:2], plan.depth, plan.x_depth, prologue),
     )
     with torch.cuda.device(x.device):
         load_module(x.device.index).kernel(plan.kernel).launch(
@@ -144,17 +157,31 @@ def run_plan(plan: Plan, x: Tensor, layer: Layer, out: Tensor | None = None) -> 
     return y
 
 
-def run_quantize(x: Tensor, input_scale: Tensor, facts: DeviceFacts) -> tuple[Tensor, Tensor]:
-    """`torch.ops.nvfp4r.quantize` of 16-bit activations."""
+def run_prologue(
+    x: Tensor, input_scale: Tensor | None, facts: DeviceFacts, *, rotate: bool = False
+) -> tuple[Tensor, Tensor]:
+    """16-bit activations rotated, rounded to NVFP4 under a scale, or both, in one pass.
+
+    Returns:
+        x's shape and dtype, without `input_scale`; and how many blocks saturated, int64 [].
+    """
     x = _aligned(x)
     values = torch.empty_like(x)
     saturated = torch.zeros((), dtype=torch.int64, device=x.device)
     blocks = x.numel() // BLOCK
     if blocks:
-        pointers = (x, values, saturated, input_scale)
-        argument = _QUANTIZE.pack(*(tensor.data_ptr() for tensor in pointers), blocks)
+        argument = _QUANTIZE.pack(
+            *(tensor.data_ptr() for tensor in (x, values, saturated)),
+            0 if input_scale is None else input_scale.data_ptr(),
+            blocks,
+            _prologue(input_scale, rotate),
+        )
         _go_through("quantize", x, argument, blocks, facts)
     return values, saturated
+
+
+def _prologue(input_scale: Tensor | None, rotate: bool) -> int:
+    return (_ROTATE if rotate else 0) | (0 if input_scale is None else _QUANTIZE_X)
 
 
 def unpacked_rows(layer: Layer, M: int, facts: DeviceFacts) -> Iterator[tuple[Tensor, slice]]:

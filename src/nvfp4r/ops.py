@@ -1,9 +1,11 @@
 """`torch.ops.nvfp4r`: linear layers on packed NVFP4 weights, as custom ops with fake kernels.
 
-    linear(x, tiles, alpha, bias, input_scale, N, K, order)  any M: picks the path inside the op
-    gemv(...)                                                M <= 64 by the kernels, or an error
-    gemm(...)                                                any M by a dense product
-    quantize(x, input_scale)                                 activations to NVFP4 values
+    linear(x, tiles, alpha, bias, input_scale, N, K, order, rotation=None)
+                                        any M: picks the path inside the op
+    gemv(...)                           M <= 64 by the kernels, or an error
+    gemm(...)                           any M by a dense product
+    quantize(x, input_scale, rotation=None)
+                                        activations to NVFP4 values
 
 On a CPU the same ops compute the reference semantics, so that everything above them runs anywhere.
 Importing this module registers the ops; kernels are compiled and loaded on first use of a GPU.
@@ -12,7 +14,7 @@ Importing this module registers the ops; kernels are compiled and loaded on firs
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import cast
+from typing import cast, get_args
 
 import torch
 import torch.nn.functional as F
@@ -24,35 +26,52 @@ from nvfp4r.launches import (
     plan_for,
     required_facts,
     run_plan,
-    run_quantize,
+    run_prologue,
     unpacked_rows,
 )
+from nvfp4r.methods.rotation import Rotation, rotate
 from nvfp4r.packed import ORDERS, Order, PackedWeight, unpacked_chunks
 from nvfp4r.plan import MAX_MEDIUM_M, TILE_BYTES, TILE_COLUMNS, TILE_ROWS
 from nvfp4r.quantize import check_activations, quantize_activations
 
 
+def rotated(x: Tensor, rotation: str | None) -> Tensor:
+    """What a layer with rotated weights takes for x: float32 (or float64), not rounded any further.
+
+    Without a rotation that is x itself.
+
+    Raises:
+        ValueError: an unknown rotation, or K no multiple of 16.
+    """
+    if rotation is None:
+        return x
+    if rotation not in get_args(Rotation):
+        raise ValueError(f"rotation is {rotation!r}, need one of {get_args(Rotation)} or None")
+    return rotate(x)
+
+
 @torch.library.custom_op("nvfp4r::quantize", mutates_args=())
-def quantize(x: Tensor, input_scale: Tensor) -> tuple[Tensor, Tensor]:
+def quantize(x: Tensor, input_scale: Tensor, rotation: str | None = None) -> tuple[Tensor, Tensor]:
     """Activations [..., K] rounded to NVFP4: `e2m1 * e4m3`, without `input_scale`.
 
-    The same bits as `nvfp4r.quantize.quantize_activations`, whose errors it raises.
+    The same bits as `nvfp4r.quantize.quantize_activations`, whose errors it raises; with a
+    rotation, those of the rotated float32 values.
 
     Returns:
         values [..., K] in x's dtype, exact in all of them, and how many blocks of 16 saturated,
         int64 [].
     """
     check_activations(x, input_scale)
-    if x.is_cuda and x.dtype in ORDERS and input_scale.device == x.device:
+    if rotation is None and x.is_cuda and x.dtype in ORDERS and input_scale.device == x.device:
         facts = device_facts(x.device.index)
         if facts is not None:
-            return run_quantize(x, input_scale, facts)
-    values, saturated = quantize_activations(x, input_scale)
+            return run_prologue(x, input_scale, facts)
+    values, saturated = quantize_activations(rotated(x, rotation), input_scale)
     return values.to(x.dtype), saturated
 
 
 @quantize.register_fake
-def _(x: Tensor, input_scale: Tensor) -> tuple[Tensor, Tensor]:
+def _(x: Tensor, input_scale: Tensor, rotation: str | None = None) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), x.new_empty((), dtype=torch.int64)
 
 
@@ -66,6 +85,7 @@ def linear(
     N: int,
     K: int,
     order: str,
+    rotation: str | None = None,
 ) -> Tensor:
     """y = alpha * (x w^T) + bias on a packed weight; the path depends on M, inside the op.
 
@@ -74,16 +94,19 @@ def linear(
         tiles, alpha, N, K, order: of a `PackedWeight`.
         bias: [N] in x's dtype, or None.
         input_scale: float32 []; given, x is quantised to NVFP4 first (W4A4).
+        rotation: "hadamard16" for a weight that was rotated: x is rotated in float32, then rounded
+            once, to NVFP4 or to its dtype.
 
     Returns:
         [..., N] in x's dtype: float32 sums, alpha and bias in float32, one rounding at the end.
     """
     layer = Layer(tiles, alpha, bias, input_scale, N, K, order)
     _check(x, layer)
+    x, layer = _prepared(x, layer, rotation)
     rows = x.reshape(-1, K)
     M, plan = rows.shape[0], None
     if x.is_cuda and M:
-        index, quantised = x.device.index, input_scale is not None
+        index, quantised = x.device.index, layer.input_scale is not None
         facts = device_facts(index)
         plan = plan_for(M, N, K, order, facts, index, quantised) if facts else None
     if plan is None or plan.path == "unpack":
@@ -103,6 +126,7 @@ def gemv(
     N: int,
     K: int,
     order: str,
+    rotation: str | None = None,
 ) -> Tensor:
     """As `linear` for 1 .. 64 tokens, but on a GPU never by another path than a kernel.
 
@@ -112,6 +136,7 @@ def gemv(
     """
     layer = Layer(tiles, alpha, bias, input_scale, N, K, order)
     _check(x, layer)
+    x, layer = _prepared(x, layer, rotation)
     rows = x.reshape(-1, K)
     M = rows.shape[0]
     if not 1 <= M <= MAX_MEDIUM_M:
@@ -119,7 +144,7 @@ def gemv(
     if not x.is_cuda:
         y = _dense(rows, layer)
     else:
-        index, quantised = x.device.index, input_scale is not None
+        index, quantised = x.device.index, layer.input_scale is not None
         plan = plan_for(M, N, K, order, required_facts(index), index, quantised)
         y = run_plan(plan, rows, layer)
     return y.reshape(*x.shape[:-1], N)
@@ -135,10 +160,12 @@ def gemm(
     N: int,
     K: int,
     order: str,
+    rotation: str | None = None,
 ) -> Tensor:
     """As `linear`, by a dense product on unpacked rows whatever the number of tokens."""
     layer = Layer(tiles, alpha, bias, input_scale, N, K, order)
     _check(x, layer)
+    x, layer = _prepared(x, layer, rotation)
     return _dense(x.reshape(-1, K), layer).reshape(*x.shape[:-1], N)
 
 
@@ -154,6 +181,7 @@ def _(
     N: int,
     K: int,
     order: str,
+    rotation: str | None = None,
 ) -> Tensor:
     return x.new_empty((*x.shape[:-1], N))
 
@@ -191,6 +219,16 @@ def _check(x: Tensor, layer: Layer) -> None:
             raise ValueError(f"{name} is not contiguous; call .contiguous() once, when loading")
     if layer.tiles.data_ptr() % 16:
         raise ValueError("tiles does not start at a multiple of 16 bytes; clone it once")
+
+
+def _prepared(x: Tensor, layer: Layer, rotation: str | None) -> tuple[Tensor, Layer]:
+    """x and the layer with the rotation done, and what has to happen between it and a rounding."""
+    if rotation is None:
+        return x, layer
+    if layer.input_scale is None:
+        return rotated(x, rotation).to(x.dtype), layer
+    values, _ = quantize(x, layer.input_scale, rotation)
+    return values, layer._replace(alpha=layer.alpha * layer.input_scale, input_scale=None)
 
 
 def _dense(x: Tensor, layer: Layer) -> Tensor:

@@ -80,13 +80,13 @@ struct XProducer {
         }
     }
 
-    // Rounded to NVFP4 on the way.
-    __device__ __forceinline__ void quantize(u32 stage, int column, float scale) const {
+    // Rotated or rounded to NVFP4 on the way.
+    __device__ __forceinline__ void prepare(u32 stage, int column, float scale) const {
         for (int i = thread; i < 16 * p.M; i += 32 * kXWarps) {
             const int token = i >> 4, at = 16 * (i & 15);
             if (column + at >= p.K) continue;
             Block block = load_block(p.x + (u64)token * p.K + column + at);
-            quantize_block<MODE>(block.v, scale);
+            prepare_block<MODE>(block.v, p.prologue, scale);
             store_block_shared(stage + token * kTokenBytes + 2 * at, block);
         }
     }
@@ -105,8 +105,8 @@ __device__ __forceinline__ void produce_activations(const LinearArgs& p, const M
         for (int chunk = work.chunk0; chunk < work.chunk1; chunk++) {
             const u32 stage = stage0 + place.slot * stage_bytes, barrier = full + 8 * place.slot;
             barrier_wait(empty + 8 * place.slot, place.parity);
-            if (p.input_scale) {
-                producer.quantize(stage, chunk * 256, scale);
+            if (p.prologue) {
+                producer.prepare(stage, chunk * 256, scale);
                 barrier_arrive(barrier);
             } else {
                 producer.copy(stage, chunk * 256);

@@ -59,8 +59,8 @@ __device__ __forceinline__ void produce(const LinearArgs& p, int tile0, int tile
     }
 }
 
-// QUANTIZE: x is rounded to NVFP4 under p.input_scale on its way.
-template <int MODE, int W, bool QUANTIZE>
+// PREPARE: x is rotated or rounded to NVFP4 on its way, as p.prologue says.
+template <int MODE, int W, bool PREPARE>
 __device__ __forceinline__ void linear_small(const LinearArgs& p) {
     constexpr u32 kStageBytes = W * kUnitBytes;
     extern __shared__ __align__(128) u8 shared[];
@@ -129,9 +129,9 @@ __device__ __forceinline__ void linear_small(const LinearArgs& p) {
             const Vec4 words0 = load_shared_16(words_at + at);
             const Vec4 words1 = load_shared_16(words_at + at + 512);
             const u32 scales = load_shared_4(scales_at + at);
-            if (QUANTIZE) {
-                quantize_block<MODE>(x[k][0].v, input_scale);
-                quantize_block<MODE>(x[k][1].v, input_scale);
+            if (PREPARE) {
+                prepare_block<MODE>(x[k][0].v, p.prologue, input_scale);
+                prepare_block<MODE>(x[k][1].v, p.prologue, input_scale);
             }
             multiply_half<MODE>(acc, words0, decode_scales<MODE>(scales, 0), x[k][0]);
             multiply_half<MODE>(acc, words1, decode_scales<MODE>(scales, 1), x[k][1]);

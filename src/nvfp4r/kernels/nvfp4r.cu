@@ -5,11 +5,12 @@
 #include "quantize.cuh"
 #include "unpack.cuh"
 
-// linear_small_<dtype>_w<consumer warps>, and with _q for activations that are quantised on the way.
-#define SMALL(NAME, MODE, W, Q, QUANTIZE, HELD)                                                 \
+// linear_small_<dtype>_w<consumer warps>, and with _q for activations that are quantised or rotated
+// on the way.
+#define SMALL(NAME, MODE, W, Q, PREPARE, HELD)                                                  \
     extern "C" __global__ void __launch_bounds__(32 * (W + 1), HELD)                            \
         linear_small_##NAME##_w##W##Q(const __grid_constant__ LinearArgs p) {                   \
-        linear_small<MODE, W, QUANTIZE>(p);                                                     \
+        linear_small<MODE, W, PREPARE>(p);                                                      \
     }
 
 // linear_medium_<dtype>_n<tokens / 8>_r<row tiles a warp>. LIMIT bounds registers: to what lets an

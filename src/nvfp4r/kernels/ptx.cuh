@@ -53,6 +53,18 @@ __device__ __forceinline__ float f16_to_f32(u16 v) {
 
 __device__ __forceinline__ float bf16_to_f32(u16 v) { return __uint_as_float((u32)v << 16); }
 
+// Products rounded down and up.
+__device__ __forceinline__ float mul_down(float a, float b) {
+    float d;
+    asm("mul.rm.f32 %0, %1, %2;" : "=f"(d) : "f"(a), "f"(b));
+    return d;
+}
+__device__ __forceinline__ float mul_up(float a, float b) {
+    float d;
+    asm("mul.rp.f32 %0, %1, %2;" : "=f"(d) : "f"(a), "f"(b));
+    return d;
+}
+
 // ---- matrix multiply-accumulate -----------------------------------------------------------
 
 // d[16x8] += a[16x16] b[16x8], fp32 accumulators.

@@ -1,4 +1,5 @@
-// Activations to NVFP4 and back: blocks of 16 columns become e2m1 * e4m3, exact in 16 bits.
+// What may happen to activations before they are multiplied, a block of 16 columns at a time: a
+// rotation, and rounding to NVFP4 and back (e2m1 * e4m3, exact in 16 bits).
 //
 // The rounding is that of nvfp4r/quantize.py, bit for bit: nearest, ties to the even code, scales
 // within 2^-9 .. 448. No quotient decides anything. A magnitude x lies above a midpoint if
@@ -6,17 +7,6 @@
 // round up, x >= (m * scale rounded up); the multiplication can be told to round either way.
 #pragma once
 #include "decode.cuh"
-
-__device__ __forceinline__ float mul_down(float a, float b) {
-    float d;
-    asm("mul.rm.f32 %0, %1, %2;" : "=f"(d) : "f"(a), "f"(b));
-    return d;
-}
-__device__ __forceinline__ float mul_up(float a, float b) {
-    float d;
-    asm("mul.rp.f32 %0, %1, %2;" : "=f"(d) : "f"(a), "f"(b));
-    return d;
-}
 
 // The value of E4M3 byte b, 0 .. 126.
 __device__ __forceinline__ float e4m3_value(int b) {
@@ -42,6 +32,9 @@ __device__ __forceinline__ int block_scale_byte(float amax, float scale) {
     return b;
 }
 
+// Bits of a prologue.
+__device__ constexpr int kRotate = 1, kQuantize = 2;
+
 struct Block { u32 v[8]; };  // 16 values
 
 __device__ __forceinline__ Block load_block(const void* from) {
@@ -66,70 +59,96 @@ __device__ __forceinline__ void store_block_shared(u32 to, const Block& b) {
                     "r"(b.v[4]), "r"(b.v[5]), "r"(b.v[6]), "r"(b.v[7]), "r"(to) : "memory");
 }
 
-// One block of 16 values in 8 registers of two. Returns whether its scale is above 464, too large.
-template <int MODE>
-__device__ __forceinline__ bool quantize_block(u32 (&x)[8], float scale) {
+// The product with the orthogonal Hadamard matrix (Sylvester's order), by butterflies in float32: the
+// order of the sums is that of nvfp4r/methods/rotation.py, so the bits are the same.
+__device__ __forceinline__ void rotate_values(float (&v)[16]) {
+#pragma unroll
+    for (int step = 1; step < 16; step *= 2) {
+#pragma unroll
+        for (int i = 0; i < 16; i++) {
+            if (i & step) continue;
+            const float a = v[i], b = v[i + step];
+            v[i] = a + b;
+            v[i + step] = a - b;
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < 16; i++) v[i] *= 0.25f;
+}
+
+// Rounds 16 values to e2m1 * e4m3. Returns whether their scale is above 464, too large.
+__device__ __forceinline__ bool quantize_values(float (&v)[16], float scale) {
     u32 magnitude = 0;  // the largest, as bits: NaN and infinity are above all numbers
 #pragma unroll
-    for (int i = 0; i < 8; i++) {
-        magnitude = max(magnitude, x[i] & 0x7FFFu);
-        magnitude = max(magnitude, x[i] >> 16 & 0x7FFFu);
-    }
-    constexpr u32 kInfinity = MODE == X_BF16 ? 0x7F80u : 0x7C00u;
-    const bool valid = magnitude < kInfinity && scale > 0.f && scale < __int_as_float(0x7F800000);
-    if (!valid) {
+    for (int i = 0; i < 16; i++) magnitude = max(magnitude, __float_as_uint(v[i]) & 0x7FFFFFFFu);
+    constexpr u32 kInfinity = 0x7F800000u;
+    if (magnitude >= kInfinity || !(scale > 0.f && scale < __uint_as_float(kInfinity))) {
 #pragma unroll
-        for (int i = 0; i < 8; i++) x[i] = 0x7FFF7FFFu;  // NaN, for all to see
+        for (int i = 0; i < 16; i++) v[i] = __uint_as_float(0x7FFFFFFFu);  // NaN, for all to see
         return magnitude == kInfinity && scale > 0.f;
     }
-    const float amax = MODE == X_BF16 ? bf16_to_f32((u16)magnitude) : f16_to_f32((u16)magnitude);
+    const float amax = __uint_as_float(magnitude);
     const float step = e4m3_value(block_scale_byte(amax, scale));
     const float above0 = mul_down(0.25f * step, scale), above1 = mul_up(0.75f * step, scale);
     const float above2 = mul_down(1.25f * step, scale), above3 = mul_up(1.75f * step, scale);
     const float above4 = mul_down(2.5f * step, scale), above5 = mul_up(3.5f * step, scale);
     const float above6 = mul_down(5.f * step, scale);
 #pragma unroll
-    for (int i = 0; i < 8; i++) {
-        u32 pair = 0;
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            const u16 bits = (u16)(x[i] >> 16 * h);
-            const float v = MODE == X_BF16 ? bf16_to_f32(bits) : f16_to_f32(bits);
-            const float a = fabsf(v);
-            float q = a > above0 ? 0.5f : 0.f;
-            q = a >= above1 ? 1.f : q;
-            q = a > above2 ? 1.5f : q;
-            q = a >= above3 ? 2.f : q;
-            q = a > above4 ? 3.f : q;
-            q = a >= above5 ? 4.f : q;
-            q = a > above6 ? 6.f : q;
-            q = v < 0.f ? -q : q;
-            pair |= (u32)(MODE == X_BF16 ? f32_to_bf16(q * step) : f32_to_f16(q * step)) << 16 * h;
-        }
-        x[i] = pair;
+    for (int i = 0; i < 16; i++) {
+        const float a = fabsf(v[i]);
+        float q = a > above0 ? 0.5f : 0.f;
+        q = a >= above1 ? 1.f : q;
+        q = a > above2 ? 1.5f : q;
+        q = a >= above3 ? 2.f : q;
+        q = a > above4 ? 3.f : q;
+        q = a >= above5 ? 4.f : q;
+        q = a > above6 ? 6.f : q;
+        v[i] = (v[i] < 0.f ? -q : q) * step;
     }
     return amax > mul_down(2784.f, scale);  // 6 * 464
 }
 
-// torch.ops.nvfp4r.quantize
+// One block of 16 values in 8 registers of two, through the prologue. Returns whether its scale is
+// above 464, too large.
+template <int MODE>
+__device__ __forceinline__ bool prepare_block(u32 (&x)[8], int prologue, float scale) {
+    float v[16];
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+        const u16 bits = (u16)(x[i / 2] >> 16 * (i & 1));
+        v[i] = MODE == X_BF16 ? bf16_to_f32(bits) : f16_to_f32(bits);
+    }
+    if (prologue & kRotate) rotate_values(v);
+    const bool saturated = (prologue & kQuantize) && quantize_values(v, scale);
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        const u32 low = MODE == X_BF16 ? f32_to_bf16(v[2 * i]) : f32_to_f16(v[2 * i]);
+        const u32 high = MODE == X_BF16 ? f32_to_bf16(v[2 * i + 1]) : f32_to_f16(v[2 * i + 1]);
+        x[i] = low | high << 16;
+    }
+    return saturated;
+}
+
+// torch.ops.nvfp4r.quantize and rotate
 struct QuantizeArgs {
     const u16* x;        // [blocks][16] fp16 or bf16
     u16* values;         // [blocks][16], x's dtype
-    u64* saturated;      // [], to be added to: how many blocks are too large
-    const float* scale;  // []
+    u64* saturated;      // [], to be added to: how many blocks are too large; unused without kQuantize
+    const float* scale;  // [], or null without kQuantize
     u64 blocks;
+    int prologue;
 };
 
 template <int MODE>
 __device__ __forceinline__ void quantize(const QuantizeArgs& p) {
     launch_dependents();
     wait_for_previous_kernel();
-    const float scale = *p.scale;
+    const float scale = p.scale ? *p.scale : 0.f;
     const u64 step = (u64)gridDim.x * blockDim.x;
     u32 saturated = 0;
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < p.blocks; i += step) {
         Block block = load_block(p.x + 16 * i);
-        saturated += quantize_block<MODE>(block.v, scale);
+        saturated += prepare_block<MODE>(block.v, p.prologue, scale);
         store_block(p.values + 16 * i, block);
     }
     if (saturated)
