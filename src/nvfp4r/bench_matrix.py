@@ -56,18 +56,21 @@ class Truth:
         return float(((y.double() - self.y).abs() / self.limit).max())
 
 
-def truth_of(x: Tensor, weight: NVFP4Tensor, input_scale: Tensor | None) -> Truth:
+def truth_of(
+    x: Tensor, weight: NVFP4Tensor, input_scale: Tensor | None, dtype: torch.dtype | None = None
+) -> Truth:
     """`x @ weight.T` in float64, on the device of both.
 
     The limit: a float32 sum of K exact products is off by K 2**-23 of the sum of their magnitudes
-    at most, as tensor cores cut bits off; scales cost 2**-24 each, four times at most; the cast to
-    x's dtype half a unit in its last place, or half its smallest number. 1.01 covers the terms of
-    second order.
+    at most, as tensor cores cut bits off; scales cost 2**-24 each, four times at most; the last
+    cast half a unit in its last place, or half the smallest number. 1.01 covers the terms of second
+    order.
 
     Args:
-        x: [M, K] bfloat16 or float16.
+        x: [M, K] floating.
         weight: N outputs, K inputs, with one global scale.
         input_scale: float32 []; given, x is quantised to NVFP4 first.
+        dtype: of the result; x's by default.
     """
     values, scale = x.double(), weight.global_scale.double()
     if input_scale is not None:
@@ -81,10 +84,10 @@ def truth_of(x: Tensor, weight: NVFP4Tensor, input_scale: Tensor | None) -> Trut
         matrix = part.dequantize(torch.float32).double()
         y[:, rows] = values @ matrix.T * scale
         magnitude[:, rows] = values.abs() @ matrix.abs().T * scale
-    type_of_x = torch.finfo(x.dtype)
+    rounding = torch.finfo(dtype or x.dtype)
     sums = (K * 2**-23 + 4 * 2**-24) * magnitude
-    smallest = type_of_x.smallest_normal * type_of_x.eps
-    return Truth(y, 1.01 * (sums + type_of_x.eps / 2 * y.abs()) + smallest / 2)
+    smallest = rounding.smallest_normal * rounding.eps
+    return Truth(y, 1.01 * (sums + rounding.eps / 2 * y.abs()) + smallest / 2)
 
 
 def random_weight(N: int, K: int, device: str = "cuda") -> NVFP4Tensor:

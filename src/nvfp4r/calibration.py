@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from nvfp4r.format import BLOCK
+from nvfp4r.methods.rotation import Rotation, rotate
 
 TokenBatch = Tensor | Mapping[str, Tensor]
 """Token ids [T] or [B, T], or a mapping with `input_ids` and, where padded, `attention_mask`."""
@@ -33,6 +34,7 @@ class ActivationMaxima:
 
     Args:
         modules: the linear layers to watch, by name.
+        rotation: take the maxima of the rotated inputs, which is what a rotated layer quantises.
 
     Raises:
         ValueError: a module is no `torch.nn.Linear`.
@@ -45,7 +47,9 @@ class ActivationMaxima:
         {'layer': tensor(3.)}
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+    def __init__(
+        self, modules: Mapping[str, nn.Module], *, rotation: Rotation | None = None
+    ) -> None:
         for name, module in modules.items():
             if not isinstance(module, nn.Linear):
                 raise ValueError(
@@ -53,6 +57,7 @@ class ActivationMaxima:
                     "layers can be calibrated"
                 )
         self._modules = dict(modules)
+        self._rotation = rotation
         self._handles: list[RemovableHandle] = []
         self._running: dict[str, Tensor] = {}  # float32 [], in the order of first use
 
@@ -79,6 +84,8 @@ class ActivationMaxima:
             x: Tensor = (args[0] if args else kwargs["input"]).detach()
             if x.numel() == 0:  # an expert that no token was routed to
                 return
+            if self._rotation is not None:
+                x = rotate(x)
             low, high = torch.aminmax(x)  # NaN wins both, so it is seen by check_finite
             amax = torch.maximum(low.abs(), high.abs()).float()
             if name in self._running:
@@ -125,6 +132,8 @@ def calibrate(
     token_batches: Iterable[TokenBatch],
     module_names: Sequence[str],
     progress: Callable[[int, int], None] | None = None,
+    *,
+    rotation: Rotation | None = None,
 ) -> dict[str, Tensor]:
     """Runs `model` over token ids and returns the largest absolute input of each named layer.
 
@@ -138,6 +147,7 @@ def calibrate(
             `attention_mask` of the same shape (0 or False for padding, on either side).
         module_names: names of `torch.nn.Linear` modules within `model`.
         progress: called after each row with (rows done, tokens done).
+        rotation: take the maxima of the rotated inputs, for methods that rotate.
 
     Returns:
         float32 [] on the CPU for each name, in the order of `module_names`; 0 for a layer that only
@@ -158,7 +168,7 @@ def calibrate(
     device = next(model.parameters()).device
     options = _forward_options(model, modules.values())
     rows_done = tokens_done = 0
-    maxima = ActivationMaxima(modules)
+    maxima = ActivationMaxima(modules, rotation=rotation)
     with torch.inference_mode(), maxima:
         for batch in token_batches:
             for row in unpadded_rows(batch):

@@ -30,8 +30,10 @@ from nvfp4r.dialects import (
     read_json,
 )
 from nvfp4r.format import NVFP4Tensor
+from nvfp4r.methods.rotation import Rotation
 from nvfp4r.shards import ShardedTensors, TensorInfo
 from nvfp4r.structure import ModuleTensors, sort_tensors
+from nvfp4r.transforms import is_stored_matrix
 
 _log = logging.getLogger(__name__)
 
@@ -64,6 +66,8 @@ class NVFP4Checkpoint:
         quant: what the configuration files say about the quantisation.
         dialect: "modelopt" or "compressed-tensors".
         activations: "nvfp4" (W4A4: every module has an input scale) or "none" (W4A16).
+        rotation: of the inputs of quantised modules, whose weights are stored rotated; None for
+            plain NVFP4.
         exclude: patterns of modules that stay unquantised, as stored.
         modules: names of the quantised modules, sorted.
         kv_scales: KV-cache scales by tensor name, of those that are one number; nothing here
@@ -75,6 +79,7 @@ class NVFP4Checkpoint:
         self.config = config
         self.quant = quant
         self.dialect: Dialect = quant.dialect
+        self.rotation: Rotation | None = quant.rotation
         self.exclude = quant.exclude
         self._shards = ShardedTensors(path)
         structure = sort_tensors(self._shards.infos, quant, self._shards.unreadable)
@@ -95,6 +100,13 @@ class NVFP4Checkpoint:
             for info in structure.kv_scales
             if math.prod(info.shape) == 1
         }
+        for info in structure.matrices:
+            if not is_stored_matrix(self._shards.get(info.name)):
+                self._problems.append(
+                    f"{info.file}: {info.name} is not the Hadamard matrix of 1 and -1 in "
+                    "Sylvester's order, as its transform says; other rotations are not supported, "
+                    "quantise the original model with reset-quantize"
+                )
         self._shards.close()
         if structure.unused_input_scales:
             _log.info(

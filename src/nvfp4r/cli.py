@@ -108,6 +108,7 @@ def _print_report(report: CheckpointReport, show_all: bool) -> None:
     facts = [
         ("checkpoint", str(report.path)),
         ("dialect", f"{report.dialect}, {kind[report.activations]}"),
+        ("rotation", "inputs in blocks of 16 (hadamard16)" if report.rotation else "none"),
         ("written by", report.producer or "not told"),
         (
             "quantised",

@@ -220,4 +220,5 @@ def _plan_text(plan: Plan) -> str:
     if plan.path == "unpack":
         return "unpack, then cuBLAS"
     rings = f"depth {plan.depth}" + (f" and {plan.x_depth}" if plan.x_depth else "")
-    return f"{plan.kernel}, grid {plan.grid}, cluster {plan.cluster}, {rings}"
+    times = f"{plan.passes} times " if plan.passes > 1 else ""
+    return f"{times}{plan.kernel}, grid {plan.grid}, cluster {plan.cluster}, {rings}"

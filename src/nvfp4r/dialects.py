@@ -20,6 +20,9 @@ from typing import Any, Literal
 
 from nvfp4r.format import BLOCK
 from nvfp4r.groups import matches_any
+from nvfp4r.methods.rotation import Rotation
+from nvfp4r.transforms import KEY as TRANSFORM_KEY
+from nvfp4r.transforms import Transform, parse_transforms, transform_block
 
 Dialect = Literal["modelopt", "compressed-tensors"]
 Activations = Literal["nvfp4", "none"]
@@ -86,6 +89,7 @@ class QuantConfig:
         kv_cache: KV-cache format such as "FP8", None if it is not quantised.
         producer: name and version of the program that wrote the checkpoint, "" if not told.
         source_file: the file that the block came from.
+        transform: a rotation of the inputs of quantised layers, whose weights are stored rotated.
     """
 
     dialect: Dialect
@@ -95,6 +99,12 @@ class QuantConfig:
     kv_cache: str | None
     producer: str
     source_file: Path
+    transform: Transform | None = None
+
+    @property
+    def rotation(self) -> Rotation | None:
+        """What a quantised layer does to its inputs first; None for plain NVFP4."""
+        return None if self.transform is None else self.transform.rotation
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -144,6 +154,7 @@ def read_config(folder: Path) -> QuantConfig:
             ("the dialect", first.dialect, other.dialect),
             ("the algorithm", algorithm, other_algorithm),
             ("the excluded modules", sorted(set(first.exclude)), sorted(set(other.exclude))),
+            ("the rotation of inputs", first.transform, other.transform),
         ):
             if mine != theirs:
                 raise ValueError(
@@ -194,6 +205,11 @@ def _parse_modelopt(
     if "quantization" in block:  # the layout of hf_quant_config.json
         values = _object(block["quantization"], f"{source}: quantization")
     algorithm = str(values.get("quant_algo")).upper()
+    if block.get(TRANSFORM_KEY):
+        raise ValueError(
+            f"{source}: {TRANSFORM_KEY} means nothing in ModelOpt's layout, so what the weights "
+            f"are is not told; {_REQUANTISE}"
+        )
     if algorithm not in ("NVFP4", "W4A16_NVFP4"):
         raise ValueError(
             f"{source}: quant_algo is {values.get('quant_algo')!r}; {SUPPORTED}; {_REQUANTISE}"
@@ -236,13 +252,12 @@ def _parse_compressed_tensors(
     names = sorted(str(name) for name in formats if name is not None)
     if any(not name.lower().startswith("nvfp4") for name in names):
         raise ValueError(f"{source}: format is {', '.join(names)}; {SUPPORTED}; {_REQUANTISE}")
-    for key in ("sparsity_config", "transform_config"):
-        extra = block.get(key)
-        if extra and not (isinstance(extra, dict) and extra.get("format") == "dense"):
-            raise ValueError(
-                f"{source}: {key} is set, so the stored weights are not the layer's own; "
-                f"need a checkpoint without it; {_REQUANTISE}"
-            )
+    sparsity = block.get("sparsity_config")
+    if sparsity and not (isinstance(sparsity, dict) and sparsity.get("format") == "dense"):
+        raise ValueError(
+            f"{source}: sparsity_config is set, so the stored weights are not the layer's own; "
+            f"need a checkpoint without it; {_REQUANTISE}"
+        )
     activations, targets = _parse_groups(groups, source)
     return "nvfp4-pack-quantized", QuantConfig(
         dialect="compressed-tensors",
@@ -252,6 +267,7 @@ def _parse_compressed_tensors(
         kv_cache=_kv_cache(block, source),
         producer=_producer(producer),
         source_file=source,
+        transform=parse_transforms(block.get(TRANSFORM_KEY), f"{source}: {TRANSFORM_KEY}"),
     )
 
 
@@ -340,6 +356,7 @@ def config_block(
     activations: Activations,
     exclude: Iterable[str],
     producer: Mapping[str, Any],
+    rotation: Rotation | None = None,
 ) -> dict[str, Any]:
     """The `quantization_config` block of config.json.
 
@@ -348,7 +365,17 @@ def config_block(
         activations: "nvfp4" for W4A4, "none" for W4A16.
         exclude: modules that stay unquantised.
         producer: at least name and version; loaders of either dialect ignore it here.
+        rotation: of the inputs of quantised layers.
+
+    Raises:
+        ValueError: a rotation in ModelOpt's layout, which has no words for it.
     """
+    if rotation is not None and dialect == "modelopt":
+        raise ValueError(
+            f"rotation is {rotation!r}, which the modelopt dialect cannot say; use "
+            "compressed-tensors (--format compressed-tensors)"
+        )
+    ignore = list(exclude)
     arguments: dict[str, Any] = {"num_bits": 4, "type": "float", "group_size": BLOCK}
     if dialect == "modelopt":
         group: dict[str, Any] = {"weights": {"dynamic": False, **arguments}, "targets": ["Linear"]}
@@ -358,14 +385,14 @@ def config_block(
             "quant_method": "modelopt",
             "quant_algo": _modelopt_algorithm(activations),
             "config_groups": {"group_0": group},
-            "ignore": list(exclude),
+            "ignore": ignore,
             "producer": dict(producer),
         }
     arguments = {**arguments, "strategy": "tensor_group", "symmetric": True}
     targets = ["Linear"]
-    if not matches_any(_HEAD, exclude):
+    if not matches_any(_HEAD, ignore):
         targets.append(f"re:.*{_HEAD}$")  # no Linear in vLLM, so that only its name matches
-    return {
+    block = {
         "quant_method": "compressed-tensors",
         "format": "nvfp4-pack-quantized",
         "quantization_status": "compressed",
@@ -379,10 +406,13 @@ def config_block(
                 ),
             }
         },
-        "ignore": list(exclude),
+        "ignore": ignore,
         "kv_cache_scheme": None,
         "producer": dict(producer),
     }
+    if rotation is not None:
+        block[TRANSFORM_KEY] = transform_block(rotation, targets, ignore)
+    return block
 
 
 def hf_quant_config(

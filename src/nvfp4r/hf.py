@@ -125,6 +125,7 @@ def load_model(
                 activations=resolved,
                 keep_dequantized=keep_dequantized,
                 name=module,
+                rotation=checkpoint.rotation,
             )
             if packing_dtype is not None:
                 layer.pack_(packing_dtype)

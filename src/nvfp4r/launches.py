@@ -19,11 +19,14 @@ from nvfp4r.format import BLOCK
 from nvfp4r.jit import UnsupportedGPUError, load_module, target_for
 from nvfp4r.packed import ORDERS
 from nvfp4r.plan import (
+    MAX_KERNEL_M,
     MAX_MEDIUM_M,
     TILE_ROWS,
     DeviceFacts,
     Plan,
     choose_plan,
+    in_passes,
+    passes_for,
     plan_with,
     token_range,
 )
@@ -45,6 +48,7 @@ class Layer(NamedTuple):
         tiles, alpha, N, K, order: of a `PackedWeight`.
         bias: [N] in x's dtype, or None.
         input_scale: float32 []; given, x is quantised to NVFP4 first (W4A4).
+        rotation: of x before all else, or None.
     """
 
     tiles: Tensor
@@ -54,6 +58,12 @@ class Layer(NamedTuple):
     N: int
     K: int
     order: str
+    rotation: str | None = None
+
+    @property
+    def prepares(self) -> bool:
+        """Whether anything is done to x before it is multiplied."""
+        return self.input_scale is not None or self.rotation is not None
 
 
 def device_facts(index: int) -> DeviceFacts | None:
@@ -98,6 +108,10 @@ def plan_for(
     Raises:
         ValueError: as `choose_plan`, or as `load_tuned`.
     """
+    passes = passes_for(M)
+    if passes > 1 and M <= MAX_KERNEL_M:
+        part = plan_for(-(-M // passes), N, K, order, facts, device_index, quantised)
+        return in_passes(part, passes)
     if M <= MAX_MEDIUM_M:
         tuned = tuned_plans(device_index)
         found = tuned and tuned.get(Problem(token_range(M), N, K, order, quantised))
@@ -119,22 +133,30 @@ def run_plan(
     layer: Layer,
     out: Tensor | None = None,
     *,
-    rotate: bool = False,
     prepared: bool = False,
 ) -> Tensor:
     """Launch the kernel of a plan; for the ops, and for measurements that compare plans.
 
     Args:
-        x: [M, K]; the plan was made for this M, and with `quantised` if the kernel has to rotate x
-            or to round it.
+        x: [M, K]; the plan was made for this M, and with `quantised` if the kernel has to prepare
+            x (`Layer.prepares`).
         out: [M, N], contiguous, in x's dtype; a new one by default.
-        rotate: multiply blocks of 16 columns of x by the Hadamard matrix first.
         prepared: x went through `run_prologue`, so that nothing is left to do but the input scale.
     """
-    prologue = 0 if prepared else _prologue(layer.input_scale, rotate)
+    prologue = 0 if prepared else _prologue(layer.input_scale, layer.rotation)
     x = _aligned(x)
+    M = x.shape[0]
+    y = torch.empty((M, layer.N), dtype=x.dtype, device=x.device) if out is None else out
+    step = -(-M // plan.passes)
+    for first in range(0, M, step):
+        rows = slice(first, first + step)
+        _run_once(plan, x[rows], layer, y[rows], prologue)
+    return y
+
+
+def _run_once(plan: Plan, x: Tensor, layer: Layer, y: Tensor, prologue: int) -> None:
+    """One launch, for at most as many rows as the plan's kernel takes."""
     M, N, K = x.shape[0], layer.N, layer.K
-    y = torch.empty((M, N), dtype=x.dtype, device=x.device) if out is None else out
     argument = _LINEAR.pack(
         layer.tiles.data_ptr(),
         x.data_ptr(),
@@ -154,34 +176,45 @@ def run_plan(
             pdl=plan.pdl,
             stream=torch.cuda.current_stream().cuda_stream,
         )
-    return y
 
 
 def run_prologue(
-    x: Tensor, input_scale: Tensor | None, facts: DeviceFacts, *, rotate: bool = False
-) -> tuple[Tensor, Tensor]:
+    x: Tensor,
+    input_scale: Tensor | None,
+    facts: DeviceFacts,
+    *,
+    rotation: str | None = None,
+    saturated: Tensor | None = None,
+) -> Tensor:
     """16-bit activations rotated, rounded to NVFP4 under a scale, or both, in one pass.
 
+    Args:
+        x: [..., K].
+        input_scale: float32 [], or None for no rounding.
+        rotation: "hadamard16" or None.
+        saturated: int64 [], to which the number of blocks that saturated is added.
+
     Returns:
-        x's shape and dtype, without `input_scale`; and how many blocks saturated, int64 [].
+        x's shape and dtype, without `input_scale`.
     """
     x = _aligned(x)
     values = torch.empty_like(x)
-    saturated = torch.zeros((), dtype=torch.int64, device=x.device)
     blocks = x.numel() // BLOCK
     if blocks:
         argument = _QUANTIZE.pack(
-            *(tensor.data_ptr() for tensor in (x, values, saturated)),
+            x.data_ptr(),
+            values.data_ptr(),
+            0 if saturated is None else saturated.data_ptr(),
             0 if input_scale is None else input_scale.data_ptr(),
             blocks,
-            _prologue(input_scale, rotate),
+            _prologue(input_scale, rotation),
         )
         _go_through("quantize", x, argument, blocks, facts)
-    return values, saturated
+    return values
 
 
-def _prologue(input_scale: Tensor | None, rotate: bool) -> int:
-    return (_ROTATE if rotate else 0) | (0 if input_scale is None else _QUANTIZE_X)
+def _prologue(input_scale: Tensor | None, rotation: str | None) -> int:
+    return (0 if rotation is None else _ROTATE) | (0 if input_scale is None else _QUANTIZE_X)
 
 
 def unpacked_rows(layer: Layer, M: int, facts: DeviceFacts) -> Iterator[tuple[Tensor, slice]]:

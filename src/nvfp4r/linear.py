@@ -3,6 +3,7 @@
 Without activation quantisation it computes what `torch.nn.Linear` computes with the dequantised
 matrix, bit for bit. With it (W4A4) it emulates the tensor-core product: exact E2M1 x E4M3 values on
 both sides, float32 accumulation, scales and bias in float32, one rounding to the output dtype.
+A rotated layer turns blocks of 16 inputs first, in float32 (methods/rotation.py).
 
 A layer may be packed: then it holds the weight once, in the order of the CUDA kernels, and leaves
 the arithmetic to the ops, on every device.
@@ -22,10 +23,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nvfp4r.dialects import Activations
-from nvfp4r.format import NVFP4Tensor
-from nvfp4r.linear_checks import check_same_part, check_vectors
+from nvfp4r.format import BLOCK, NVFP4Tensor
+from nvfp4r.linear_checks import check_rotation, check_same_part, check_vectors
+from nvfp4r.methods.rotation import Rotation
 from nvfp4r.ops import linear as linear_op
 from nvfp4r.ops import quantize as quantize_op
+from nvfp4r.ops import rotated
 from nvfp4r.packed import ORDERS, PackedWeight, pack, pack_, unpack
 from nvfp4r.quantize import quantize_activations
 
@@ -58,9 +61,14 @@ class NVFP4Linear(nn.Module):
             float32 ("nvfp4"), for 2 or 4 bytes per weight; otherwise dequantise in every call.
             Without meaning once the layer is packed.
         name: what logs and errors call the layer.
+        rotation: of `x` before all else, for a weight that is stored rotated along K: rounded once
+            to the dtype of `x` ("none"), or not before it is quantised ("nvfp4"). `input_scale` is
+            that of rotated inputs.
 
     Attributes:
         saturated_blocks: int64 [], blocks of 16 activations that were clipped so far.
+        rotated_columns: uint8 [], 16, in rotated layers alone: no state goes from a rotated layer
+            to another one, or back.
         packed_dtype: what the layer is packed for, torch.bfloat16 or torch.float16; None if it is
             not. Buffers `tiles` and `alpha` (docs/layout.md) then take the place of `codes`,
             `block_scale` and `global_scale`, in state dicts too.
@@ -68,7 +76,7 @@ class NVFP4Linear(nn.Module):
     Raises:
         TypeError: `bias` or `input_scale` of a wrong dtype.
         ValueError: unsound weight, shapes that do not fit, an `input_scale` that is missing, zero,
-            negative, NaN or infinite, or an unknown `activations`.
+            negative, NaN or infinite, or an unknown `activations` or `rotation`.
 
     Example:
         >>> from nvfp4r.quantize import quantize
@@ -98,6 +106,7 @@ class NVFP4Linear(nn.Module):
         activations: Activations = "none",
         keep_dequantized: bool = True,
         name: str = "",
+        rotation: Rotation | None = None,
     ) -> None:
         super().__init__()
         self.name = name or type(self).__name__
@@ -110,9 +119,11 @@ class NVFP4Linear(nn.Module):
                 f"{self.name}: no input_scale, need one for activations='nvfp4'; calibrate the "
                 "layer, or use activations='none'"
             )
+        check_rotation(self.name, rotation)
         weight.validate(self.name)
         self.out_features, self.in_features = weight.shape
         self.activations = activations
+        self.rotation = rotation
         self.keep_dequantized = keep_dequantized
         check_vectors(self.name, self.out_features, bias, input_scale)
         self.register_buffer("codes", weight.codes)
@@ -126,13 +137,16 @@ class NVFP4Linear(nn.Module):
             torch.zeros((), dtype=torch.int64, device=weight.device),
             persistent=False,
         )
+        if rotation is not None:
+            columns = torch.tensor(BLOCK, dtype=torch.uint8, device=weight.device)
+            self.register_buffer("rotated_columns", columns)
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
         self.packed_dtype: torch.dtype | None = None
         self._matrix: Tensor | None = None  # the dequantised copy, derived from the buffers
 
     @property
     def weight(self) -> NVFP4Tensor:
-        """The stored matrix; shares memory with the buffers.
+        """The stored matrix, rotated or not; shares memory with the buffers.
 
         A packed layer unpacks it anew, bit for bit, and waits for the device.
         """
@@ -156,8 +170,9 @@ class NVFP4Linear(nn.Module):
             return self._forward_packed(x, input_scale, self.packed_dtype)
         if input_scale is None:
             bias = None if self.bias is None else self.bias.to(x.dtype)
-            return F.linear(x, self._dequantized(x.dtype), bias)
-        values, saturated = quantize_activations(x, input_scale)
+            values = rotated(x, self.rotation).to(x.dtype)
+            return F.linear(values, self._dequantized(x.dtype), bias)
+        values, saturated = quantize_activations(rotated(x, self.rotation), input_scale)
         self.saturated_blocks += saturated
         # Operands have at most 6 significant bits, so TF32 would lose nothing either; but under
         # autocast the sum would be cut to 16 bits before its scale is applied, and overflow.
@@ -200,7 +215,11 @@ class NVFP4Linear(nn.Module):
         self._matrix = None
 
     def load_(
-        self, weight: NVFP4Tensor, bias: Tensor | None = None, input_scale: Tensor | None = None
+        self,
+        weight: NVFP4Tensor,
+        bias: Tensor | None = None,
+        input_scale: Tensor | None = None,
+        rotation: Rotation | None = None,
     ) -> None:
         """Replaces weight, bias and input scale in place and resets the saturation counter.
 
@@ -211,11 +230,20 @@ class NVFP4Linear(nn.Module):
             weight: of the same shape; validated here.
             bias: [N] if the layer has one, else None.
             input_scale: float32 [] if the layer has one, else None.
+            rotation: that of the new weight, which has to be the layer's.
 
         Raises:
             TypeError: a wrong dtype.
-            ValueError: an unsound weight, other shapes, or a part missing or too many.
+            ValueError: an unsound weight, other shapes, another rotation, or a part missing or too
+                many.
         """
+        check_rotation(self.name, rotation)
+        if rotation != self.rotation:
+            raise ValueError(
+                f"{self.name}: new weight has rotation {rotation!r}, but the layer computes with "
+                f"{self.rotation!r}; pass rotation= if that is the new weight's too, or build a "
+                "new layer"
+            )
         weight.validate(self.name)
         if weight.shape != (self.out_features, self.in_features):
             raise ValueError(
@@ -269,6 +297,7 @@ class NVFP4Linear(nn.Module):
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, weight=NVFP4{packed}, "
             f"activations={self.activations}{kept}"
+            + (f", rotation={self.rotation}" if self.rotation else "")
         )
 
     def _packed_weight(self, dtype: torch.dtype) -> PackedWeight:
@@ -282,15 +311,15 @@ class NVFP4Linear(nn.Module):
                 f"{self.name}: x has dtype {x.dtype}, need {dtype}, which the weight is packed "
                 "for; convert x, or leave the layer unpacked"
             )
-        alpha = self.alpha
+        alpha, rotation = self.alpha, self.rotation
         if input_scale is not None:
             # The op would quantise too, but not say how many blocks saturated.
-            x, saturated = quantize_op(x, input_scale)
+            x, saturated = quantize_op(x, input_scale, rotation)
             self.saturated_blocks += saturated
-            alpha = alpha * input_scale
+            alpha, rotation = alpha * input_scale, None
         bias = None if self.bias is None else self.bias.to(dtype)
         sizes = self.out_features, self.in_features
-        return linear_op(x, self.tiles, alpha, bias, None, *sizes, ORDERS[dtype])
+        return linear_op(x, self.tiles, alpha, bias, None, *sizes, ORDERS[dtype], rotation)
 
     def _dequantized(self, dtype: torch.dtype) -> Tensor:
         """The matrix that `forward` multiplies with, [N, K]."""
@@ -320,10 +349,11 @@ class NVFP4Linear(nn.Module):
             self._matrix.copy_(self._dequantize(self._matrix.dtype))
 
     def _packing(self) -> str:
-        """What the bytes of packed tiles do not tell, and state dicts carry as metadata."""
+        """What the stored bytes do not tell, and state dicts carry as metadata."""
+        turned = "" if self.rotation is None else f" and rotated by {self.rotation}"
         if self.packed_dtype is None:
-            return "not packed"
-        return f"[{self.out_features}, {self.in_features}] packed for {self.packed_dtype}"
+            return f"not packed{turned}"
+        return f"[{self.out_features}, {self.in_features}] packed for {self.packed_dtype}{turned}"
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -345,7 +375,7 @@ class NVFP4Linear(nn.Module):
         if got is not None and got != own:  # tiles in another order would fit, and read as garbage
             error_msgs.append(
                 f"{self.name}: the state is that of a layer which is {got}, need one which is "
-                f"{own}; pack_ makes a packed layer"
+                f"{own}; pack_ makes a packed layer, rotation= a rotated one"
             )
             return
         super()._load_from_state_dict(

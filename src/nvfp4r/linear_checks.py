@@ -6,9 +6,12 @@ What makes a weight sound is format.py's business.
 from __future__ import annotations
 
 import math
+from typing import get_args
 
 import torch
 from torch import Tensor
+
+from nvfp4r.methods.rotation import Rotation
 
 
 def check_vectors(name: str, N: int, bias: Tensor | None, input_scale: Tensor | None) -> None:
@@ -44,4 +47,12 @@ def check_same_part(name: str, field: str, old: Tensor | None, new: Tensor | Non
         raise ValueError(
             f"{name}: got {got} as new {field}, but the layer has {has}; pass what the layer "
             "holds, or build a new layer"
+        )
+
+
+def check_rotation(name: str, rotation: str | None) -> None:
+    """Raises ValueError for a rotation that there is none of."""
+    if rotation is not None and rotation not in get_args(Rotation):
+        raise ValueError(
+            f"{name}: rotation is {rotation!r}, need one of {get_args(Rotation)} or None"
         )

@@ -31,7 +31,7 @@ from nvfp4r.launches import (
 )
 from nvfp4r.methods.rotation import Rotation, rotate
 from nvfp4r.packed import ORDERS, Order, PackedWeight, unpacked_chunks
-from nvfp4r.plan import MAX_MEDIUM_M, TILE_BYTES, TILE_COLUMNS, TILE_ROWS
+from nvfp4r.plan import MAX_MEDIUM_M, TILE_BYTES, TILE_COLUMNS, TILE_ROWS, DeviceFacts
 from nvfp4r.quantize import check_activations, quantize_activations
 
 
@@ -43,11 +43,18 @@ def rotated(x: Tensor, rotation: str | None) -> Tensor:
     Raises:
         ValueError: an unknown rotation, or K no multiple of 16.
     """
-    if rotation is None:
-        return x
-    if rotation not in get_args(Rotation):
+    _check_rotation(rotation)
+    return x if rotation is None else rotate(x)
+
+
+def _check_rotation(rotation: str | None) -> None:
+    if rotation is not None and rotation not in get_args(Rotation):
         raise ValueError(f"rotation is {rotation!r}, need one of {get_args(Rotation)} or None")
-    return rotate(x)
+
+
+def _facts_of(x: Tensor) -> DeviceFacts | None:
+    """Of x's GPU if the kernels are built for it."""
+    return device_facts(x.device.index) if x.is_cuda else None
 
 
 @torch.library.custom_op("nvfp4r::quantize", mutates_args=())
@@ -62,10 +69,12 @@ def quantize(x: Tensor, input_scale: Tensor, rotation: str | None = None) -> tup
         int64 [].
     """
     check_activations(x, input_scale)
-    if rotation is None and x.is_cuda and x.dtype in ORDERS and input_scale.device == x.device:
-        facts = device_facts(x.device.index)
-        if facts is not None:
-            return run_prologue(x, input_scale, facts)
+    _check_rotation(rotation)
+    facts = _facts_of(x) if x.dtype in ORDERS and input_scale.device == x.device else None
+    if facts is not None:
+        saturated = torch.zeros((), dtype=torch.int64, device=x.device)
+        values = run_prologue(x, input_scale, facts, rotation=rotation, saturated=saturated)
+        return values, saturated
     values, saturated = quantize_activations(rotated(x, rotation), input_scale)
     return values.to(x.dtype), saturated
 
@@ -100,15 +109,13 @@ def linear(
     Returns:
         [..., N] in x's dtype: float32 sums, alpha and bias in float32, one rounding at the end.
     """
-    layer = Layer(tiles, alpha, bias, input_scale, N, K, order)
+    layer = Layer(tiles, alpha, bias, input_scale, N, K, order, rotation)
     _check(x, layer)
-    x, layer = _prepared(x, layer, rotation)
     rows = x.reshape(-1, K)
-    M, plan = rows.shape[0], None
-    if x.is_cuda and M:
-        index, quantised = x.device.index, layer.input_scale is not None
-        facts = device_facts(index)
-        plan = plan_for(M, N, K, order, facts, index, quantised) if facts else None
+    M, facts = rows.shape[0], _facts_of(x)
+    plan = None
+    if facts is not None and M:
+        plan = plan_for(M, N, K, order, facts, x.device.index, layer.prepares)
     if plan is None or plan.path == "unpack":
         y = _dense(rows, layer)
     else:
@@ -134,9 +141,8 @@ def gemv(
         ValueError: no token, or more than 64.
         UnsupportedGPUError: the kernels are not built for this GPU.
     """
-    layer = Layer(tiles, alpha, bias, input_scale, N, K, order)
+    layer = Layer(tiles, alpha, bias, input_scale, N, K, order, rotation)
     _check(x, layer)
-    x, layer = _prepared(x, layer, rotation)
     rows = x.reshape(-1, K)
     M = rows.shape[0]
     if not 1 <= M <= MAX_MEDIUM_M:
@@ -144,8 +150,8 @@ def gemv(
     if not x.is_cuda:
         y = _dense(rows, layer)
     else:
-        index, quantised = x.device.index, layer.input_scale is not None
-        plan = plan_for(M, N, K, order, required_facts(index), index, quantised)
+        index = x.device.index
+        plan = plan_for(M, N, K, order, required_facts(index), index, layer.prepares)
         y = run_plan(plan, rows, layer)
     return y.reshape(*x.shape[:-1], N)
 
@@ -163,9 +169,8 @@ def gemm(
     rotation: str | None = None,
 ) -> Tensor:
     """As `linear`, by a dense product on unpacked rows whatever the number of tokens."""
-    layer = Layer(tiles, alpha, bias, input_scale, N, K, order)
+    layer = Layer(tiles, alpha, bias, input_scale, N, K, order, rotation)
     _check(x, layer)
-    x, layer = _prepared(x, layer, rotation)
     return _dense(x.reshape(-1, K), layer).reshape(*x.shape[:-1], N)
 
 
@@ -196,6 +201,7 @@ def _check(x: Tensor, layer: Layer) -> None:
             f"x has dtype {x.dtype}, but the weight is packed in order {layer.order!r}; "
             "convert x, or pack the weight in the other order"
         )
+    _check_rotation(layer.rotation)
     N, K = layer.N, layer.K
     if x.ndim == 0 or x.shape[-1] != K:
         raise ValueError(f"x has shape {list(x.shape)}; [..., {K}] is needed")
@@ -221,22 +227,22 @@ def _check(x: Tensor, layer: Layer) -> None:
         raise ValueError("tiles does not start at a multiple of 16 bytes; clone it once")
 
 
-def _prepared(x: Tensor, layer: Layer, rotation: str | None) -> tuple[Tensor, Layer]:
-    """x and the layer with the rotation done, and what has to happen between it and a rounding."""
-    if rotation is None:
-        return x, layer
-    if layer.input_scale is None:
-        return rotated(x, rotation).to(x.dtype), layer
-    values, _ = quantize(x, layer.input_scale, rotation)
-    return values, layer._replace(alpha=layer.alpha * layer.input_scale, input_scale=None)
+def _prepared(x: Tensor, layer: Layer) -> Tensor:
+    """x rotated and rounded as the layer wants it, in x's dtype, without the input scale."""
+    if layer.input_scale is not None:
+        return quantize(x, layer.input_scale, layer.rotation)[0]
+    if layer.rotation is None:
+        return x
+    facts = _facts_of(x)
+    if facts is not None:
+        return run_prologue(x, None, facts, rotation=layer.rotation)
+    return rotated(x, layer.rotation).to(x.dtype)
 
 
 def _dense(x: Tensor, layer: Layer) -> Tensor:
     """Any M on any device: unpack some rows to the exact `e2m1 * e4m3`, multiply, then alpha."""
-    alpha = layer.alpha
-    if layer.input_scale is not None:
-        x, _ = quantize(x, layer.input_scale)
-        alpha = alpha * layer.input_scale
+    alpha = layer.alpha if layer.input_scale is None else layer.alpha * layer.input_scale
+    x = _prepared(x, layer)
     y = torch.empty((x.shape[0], layer.N), dtype=x.dtype, device=x.device)
     for weight, rows in _unpacked(layer, x):
         product = _float32_product(x, weight) * alpha[rows]
@@ -247,7 +253,7 @@ def _dense(x: Tensor, layer: Layer) -> Tensor:
 
 
 def _unpacked(layer: Layer, x: Tensor) -> Iterator[tuple[Tensor, slice]]:
-    facts = device_facts(x.device.index) if x.is_cuda else None
+    facts = _facts_of(x)
     if facts is not None:
         yield from unpacked_rows(layer, x.shape[0], facts)
         return

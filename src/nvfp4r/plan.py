@@ -37,19 +37,32 @@ setting and time in us at M = 16, 32, 64, as tiles a warp / CTAs of a cluster / 
     640    10240 x 5120         2 / 4 / 54  14.9   1 / 2 / 107 20.8   1 / 1 / 92  37.5
     1536   24576 x 4096         2 / 2 / 128 23.0   2 / 2 / 128 31.5   2 / 1 / 96  53.5
     3200   51200 x 5120         2 / 1 / 264 55.0   2 / 2 / 132 77.2   2 / 1 / 132 126
+
+For M = 65 .. 192 linear_medium runs two or three times over equal parts of the tokens. Measured:
+one pass of 64 tokens against unpacking for 128 tokens; 1,024 tokens, so the slope of unpacking
+(us); from them the number of tokens at which unpacking is as fast:
+
+    shapes (N x K)    64 tokens   128, unpacked   1024, unpacked   equal at
+    4096 x 12288      35          119             238              246
+    5120 x 25600      78          287             607              280
+    24576 x 4096      56          220             556              344
+    51200 x 5120      123         576             1376             449
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 MAX_SMALL_M = 8
 """Largest M of linear_small: the tokens of one matrix instruction."""
 
 MAX_MEDIUM_M = 64
-"""Largest M of linear_medium; above, a dense product on unpacked rows is the better shape."""
+"""Largest M of linear_medium."""
+
+MAX_KERNEL_M = 192
+"""Largest M of the kernels, in passes; above, a dense product on unpacked rows is faster."""
 
 TOKEN_RANGES = ((1, 8), (9, 16), (17, 32), (33, 48), (49, 64))
 """First and last M that share a plan, so that the bits of a row do not depend on M."""
@@ -139,6 +152,7 @@ class Plan:
         cluster: CTAs that share the K of their tiles.
         x_depth: stages of the ring of activations; 0 where there is none.
         split: what of this may be chosen otherwise; None for "unpack".
+        passes: how often the kernel runs, each time for an equal part of the tokens.
     """
 
     path: Literal["small", "medium", "unpack"]
@@ -152,6 +166,7 @@ class Plan:
     cluster: int = 1
     x_depth: int = 0
     split: Split | None = None
+    passes: int = 1
 
 
 def choose_plan(
@@ -170,8 +185,12 @@ def choose_plan(
         ValueError: a size is out of range, or an unknown order.
     """
     _require_sizes(M, N, K, order)
-    if M > MAX_MEDIUM_M:
-        return _unpack(f"M = {M} is above {MAX_MEDIUM_M}, the largest of the kernels")
+    if M > MAX_KERNEL_M:
+        return _unpack(f"M = {M} is above {MAX_KERNEL_M}, the largest of the kernels")
+    passes = passes_for(M)
+    if passes > 1:
+        part = choose_plan(-(-M // passes), N, K, order, device, quantised)
+        return in_passes(part, passes)
     tiles, sms = -(-N // TILE_ROWS), device.sm_count
     where = f"{tiles} row tiles on {sms} SMs"
     split: Split | None
@@ -242,6 +261,18 @@ def plan_with(
         x_depth=split.x_depth,
         split=split,
     )
+
+
+def passes_for(M: int) -> int:
+    """How often a kernel has to run for M tokens, 1 .. 192."""
+    return -(-M // MAX_MEDIUM_M)
+
+
+def in_passes(part: Plan, passes: int) -> Plan:
+    """The plan that runs the plan of one part of the tokens for each part."""
+    if part.path == "unpack":
+        return part
+    return replace(part, passes=passes, reason=f"{passes} passes; {part.reason}")
 
 
 def token_range(M: int) -> tuple[int, int]:

@@ -1,27 +1,22 @@
 """Round-to-nearest quantisers for weights and activations, and the choice of the global scale.
 
 The rounding is defined in docs/format.md and spelled out again, slowly, in reference.py; this
-module gives the same bits fast, on any device, with temporaries of a few MiB. It knows nothing
-about checkpoints, about which layers share a scale (groups.py) or about calibration data.
+module and rounding.py give the same bits fast, on any device, with temporaries of a few MiB. It
+knows nothing about checkpoints, about which layers share a scale (groups.py), about calibration
+data or about better ways to choose scales and codes (methods/).
 """
 
 from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from nvfp4r.format import (
-    BLOCK,
-    E2M1_MAX,
-    E4M3_MAX,
-    E4M3_MIN,
-    NVFP4Tensor,
-    e2m1_table,
-    row_chunks,
-)
+from nvfp4r.format import BLOCK, E2M1_MAX, E4M3_MAX, NVFP4Tensor, e2m1_table, row_chunks
+from nvfp4r.rounding import blocks_of, e4m3_bounds, round_blocks
 
 _log = logging.getLogger(__name__)
 
@@ -29,13 +24,16 @@ _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _SMALLEST_GLOBAL_SCALE = 2.0**-126  # normal, and its reciprocal is finite
 _SATURATION = 464.0  # halfway from 448 to 480, which E4M3 does not have; the tie goes down
 
-# Between the neighbouring magnitudes of codes i and i+1. A tie belongs to the even code, so it
-# stays down for even i and goes up for odd i.
-_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+RowRounder = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(rows [R, K], global_scale [], `e4m3_bounds`) -> codes [16, B], block scale bytes [B]; uint8."""
 
 
 def global_scale_from_amax(
-    amax: float | Tensor, name: str = "tensor", headroom: float = 1.0
+    amax: float | Tensor,
+    name: str = "tensor",
+    headroom: float = 1.0,
+    *,
+    top_scale: float = E4M3_MAX,
 ) -> Tensor:
     """The global scale under which `amax * headroom` is the largest value that fits.
 
@@ -50,6 +48,8 @@ def global_scale_from_amax(
         amax: largest magnitude, one number, finite and >= 0.
         name: what errors and the warning call the tensor.
         headroom: room above `amax` for values that calibration did not see, >= 1.
+        top_scale: block scale that `amax * headroom` gets, for methods that need larger ones as
+            well; the largest there is by default, and 2688 is 6 times that.
 
     Returns:
         float32 [] on the CPU, finite and > 0.
@@ -74,7 +74,7 @@ def global_scale_from_amax(
     if value == 0:
         _log.warning("%s: the largest magnitude is 0; its global scale is set to 1.0", name)
         return torch.tensor(1.0)
-    wanted = max(value * headroom / (E2M1_MAX * E4M3_MAX), _SMALLEST_GLOBAL_SCALE)
+    wanted = max(value * headroom / (E2M1_MAX * top_scale), _SMALLEST_GLOBAL_SCALE)
     divisor = 1.0 / torch.tensor(wanted, dtype=torch.float32)
     return 1.0 / divisor
 
@@ -129,27 +129,47 @@ def quantize(
             weight (how many, and where the first is); `global_scale` not one number, zero,
             negative, NaN or infinite.
     """
+    amax = check_weight(weight, global_scale, name)
+    if global_scale is None:
+        global_scale = global_scale_from_amax(amax, name)
+    return quantize_rows(weight, global_scale, _round_rows)
+
+
+def check_weight(weight: Tensor, global_scale: Tensor | None, name: str) -> float:
+    """Raises what `quantize` says; returns the largest magnitude of `weight`."""
     _require_floats(weight, name)
     if weight.ndim != 2 or weight.numel() == 0:
         raise ValueError(f"{name}: got shape {list(weight.shape)}, need [N, K], not empty")
-    weight = weight.detach()
-    N, K = weight.shape
     if global_scale is not None:
         _require_scale(global_scale, name, "global_scale", check_value=True)
-    amax = _finite_amax(weight, name)
-    if global_scale is None:
-        global_scale = global_scale_from_amax(amax, name)
-    global_scale = _moved(global_scale.detach(), weight.device)
+    return _finite_amax(weight.detach(), name)
 
+
+def quantize_rows(weight: Tensor, global_scale: Tensor, round_rows: RowRounder) -> NVFP4Tensor:
+    """Quantises a checked matrix in chunks of rows, so that temporaries stay small.
+
+    Args:
+        weight: [N, K], see `check_weight`.
+        global_scale: float32 [] on any device.
+        round_rows: makes codes and block scales of a chunk; see `RowRounder`.
+    """
+    weight = weight.detach()
+    N, K = weight.shape
+    global_scale = _moved(global_scale.detach(), weight.device)
     codes = torch.empty((N, K // 2), dtype=torch.uint8, device=weight.device)
     scale_bytes = torch.empty((N, K // BLOCK), dtype=torch.uint8, device=weight.device)
-    bounds = _e4m3_bounds(weight.device)
+    bounds = e4m3_bounds(weight.device)
     for rows in row_chunks(N, K, weight.device):
-        block_codes, block_bytes, _ = _quantize_blocks(_blocks(weight[rows]), global_scale, bounds)
+        block_codes, block_bytes = round_rows(weight[rows], global_scale, bounds)
         packed = block_codes[0::2] | (block_codes[1::2] << 4)  # [8, blocks]
         codes[rows] = packed.t().reshape(-1, K // 2)
         scale_bytes[rows] = block_bytes.view(-1, K // BLOCK)
     return NVFP4Tensor(codes, scale_bytes.view(torch.float8_e4m3fn), global_scale)
+
+
+def _round_rows(rows: Tensor, global_scale: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor]:
+    codes, scale_bytes, _ = round_blocks(blocks_of(rows), global_scale, bounds)
+    return codes, scale_bytes
 
 
 def quantize_activations(x: Tensor, input_scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -181,10 +201,10 @@ def quantize_activations(x: Tensor, input_scale: Tensor) -> tuple[Tensor, Tensor
     valid = torch.isfinite(input_scale) & (input_scale > 0)
     saturated = torch.zeros((), dtype=torch.int64, device=x.device)
     values = torch.empty(rows_of_x.shape, dtype=torch.float32, device=x.device)
-    table, bounds = e2m1_table(x.device), _e4m3_bounds(x.device)
+    table, bounds = e2m1_table(x.device), e4m3_bounds(x.device)
     for rows in row_chunks(rows_of_x.shape[0], K, x.device):
-        codes, scale_bytes, unrounded = _quantize_blocks(
-            _blocks(rows_of_x[rows]), input_scale, bounds
+        codes, scale_bytes, unrounded = round_blocks(
+            blocks_of(rows_of_x[rows]), input_scale, bounds
         )
         scale = scale_bytes.view(torch.float8_e4m3fn).float()
         scale = torch.where(torch.isfinite(unrounded) & valid, scale, math.nan)
@@ -241,47 +261,3 @@ def _finite_amax(weight: Tensor, name: str) -> float:
             f"[row, column] {bad[0].tolist()}; need finite weights, check the source checkpoint"
         )
     return max(-low, high)
-
-
-def _blocks(matrix: Tensor) -> Tensor:
-    """[rows, K] -> [16, blocks]: a block per column, so that every step below runs along memory."""
-    return matrix.reshape(-1, BLOCK).t().contiguous()
-
-
-def _e4m3_bounds(device: torch.device) -> Tensor:
-    """[126] float64; entry i is the smallest value that rounds to E4M3 byte i+1, not to byte i."""
-    values = torch.arange(127, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn).double()
-    midpoints = (values[:-1] + values[1:]) / 2
-    tie_stays_down = torch.arange(126, device=device) % 2 == 0  # an even byte keeps its ties
-    above = torch.nextafter(midpoints, torch.full_like(midpoints, math.inf))
-    return torch.where(tie_stays_down, above, midpoints)
-
-
-def _quantize_blocks(
-    blocks: Tensor, global_scale: Tensor, bounds: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Rounds blocks [16, B].
-
-    Every comparison is exact. A magnitude lies above a midpoint if it exceeds midpoint * step, and
-    that product has at most 3 + 4 + 24 significant bits, so float64 holds it; no quotient is formed
-    per weight. The one quotient per block is rounded to 53 bits, which can neither make nor hide a
-    tie of two E4M3 values: it would have to lie within 2**-53 (relative) of a 5-bit number without
-    being one, and a quotient of a 24-bit and a 26-bit number stays at least 2**-31 away.
-
-    Returns:
-        codes [16, B] uint8, block scale bytes [B] uint8, block scales before rounding [B] float64.
-    """
-    wide_scale = global_scale.double()
-    magnitudes = blocks.double().abs_()  # [16, B]
-    unrounded = magnitudes.amax(0) / (E2M1_MAX * wide_scale)
-    clamped = unrounded.clamp(E4M3_MIN, E4M3_MAX)
-    scale_bytes = torch.bucketize(clamped, bounds, out_int32=True, right=True).to(torch.uint8)
-    step = scale_bytes.view(torch.float8_e4m3fn).double() * wide_scale  # [B]
-
-    codes = (blocks < 0).view(torch.uint8) << 3
-    is_above = torch.empty(blocks.shape, dtype=torch.bool, device=blocks.device)
-    for lower_code, midpoint in enumerate(_MIDPOINTS):
-        compare = torch.ge if lower_code % 2 else torch.gt
-        compare(magnitudes, step * midpoint, out=is_above)
-        codes += is_above.view(torch.uint8)
-    return codes, scale_bytes, unrounded

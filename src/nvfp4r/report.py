@@ -72,6 +72,7 @@ class CheckpointReport:
     """All about one checkpoint.
 
     Attributes:
+        rotation: of the inputs of quantised modules, None if they are taken as they are.
         groups: number of fused groups among the quantised modules.
         unequal_groups: those whose members have different global scales; allowed.
         quantised_bits: stored bits per parameter of the quantised ones; None without any.
@@ -81,6 +82,7 @@ class CheckpointReport:
     path: Path
     dialect: str
     activations: str
+    rotation: str | None
     producer: str
     exclude: tuple[str, ...]
     kv_cache: str | None
@@ -152,6 +154,7 @@ def inspect_checkpoint(
         path=checkpoint.path,
         dialect=checkpoint.dialect,
         activations=checkpoint.activations,
+        rotation=checkpoint.rotation,
         producer=checkpoint.quant.producer,
         exclude=checkpoint.exclude,
         kv_cache=checkpoint.quant.kv_cache,

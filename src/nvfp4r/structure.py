@@ -20,6 +20,7 @@ KV_SCALES = ("k_scale", "v_scale")
 # Tensors that change what the stored codes mean, in exports that are not plain NVFP4.
 _UNSUPPORTED = ("pre_quant_scale", "weight_zero_point", "input_zero_point", "weight_g_idx")
 _EMBEDDINGS = ("embed", "wte", "wpe")
+_MATRIX_DTYPES = ("F64", "F32", "BF16", "F16")
 _QUANTISED_DTYPES = ("U8", "I8", "F4", "F6_E2M3", "F6_E3M2", "F8_E4M3", "F8_E5M2", "F8_E8M0")
 
 
@@ -43,6 +44,8 @@ class Structure:
         kv_scales: KV-cache scales, not parameters.
         activations: what configuration and tensors say together.
         unused_input_scales: how many input scales a W4A16 checkpoint carries.
+        matrices: of the rotation, stored beside the layers whose inputs are rotated by them; not
+            parameters.
         problems: one line each.
         doubtful: those of the problems that are about layers without scales, which engines may
             know how to run.
@@ -54,6 +57,7 @@ class Structure:
     unused_input_scales: int
     problems: list[str]
     doubtful: frozenset[str] = frozenset()
+    matrices: tuple[TensorInfo, ...] = ()
 
 
 def is_embedding(module: str) -> bool:
@@ -109,10 +113,15 @@ def sort_tensors(
     }
     parameters: dict[str, TensorInfo | ModuleTensors] = {}
     kv_scales: list[TensorInfo] = []
+    matrices: list[TensorInfo] = []
     linears = list(candidates)
     for name, info in infos.items():
         module, _, suffix = name.rpartition(".")
-        if suffix == names.codes and module in modules:
+        if quant.transform and module.rpartition(".")[2] == quant.transform.submodule:
+            found = list(_matrix_problems(info, candidates))
+            problems += found
+            matrices += [] if found else [info]
+        elif suffix == names.codes and module in modules:
             parameters[f"{module}.weight"] = modules[module]
         elif suffix in KV_SCALES:
             kv_scales.append(info)
@@ -126,6 +135,7 @@ def sort_tensors(
     problems += [
         f"{quant.source_file}: {problem}" for problem in exclusion_problems(linears, quant.exclude)
     ]
+    problems += _rotation_problems(linears, candidates, quant)
     return Structure(
         parameters=parameters,
         kv_scales=tuple(kv_scales),
@@ -133,6 +143,7 @@ def sort_tensors(
         unused_input_scales=len(has_input_scale) if activations == "none" else 0,
         problems=problems,
         doubtful=frozenset(doubtful),
+        matrices=tuple(matrices),
     )
 
 
@@ -260,3 +271,47 @@ def _plain_problems(info: TensorInfo, quant: QuantConfig) -> Iterator[str]:
             "quantised linear layer; this layout is not supported, "
             "quantise the original model with reset-quantize"
         )
+
+
+def _matrix_problems(info: TensorInfo, quantised: Collection[str]) -> Iterator[str]:
+    """What speaks against taking a tensor as the matrix of a layer's rotation."""
+    module, _, suffix = info.name.rpartition(".")
+    layer = module.rpartition(".")[0]
+    is_matrix = info.dtype in _MATRIX_DTYPES and info.shape == (BLOCK, BLOCK)
+    if suffix != "weight" or layer not in quantised or not is_matrix:
+        yield (
+            f"{info.file}: {info.name} is {info.dtype} {list(info.shape)}, need nothing there, or "
+            f"the Hadamard matrix [{BLOCK}, {BLOCK}] of a quantised layer as weight; other "
+            "transforms are not supported, quantise the original model with reset-quantize"
+        )
+
+
+def _rotation_problems(
+    linears: Collection[str], quantised: Collection[str], quant: QuantConfig
+) -> Iterator[str]:
+    """Layers where rotation and quantisation do not go together, one line for each kind."""
+    if quant.transform is None:
+        return
+    left_out, plain = [], []
+    for module in linears:
+        try:
+            is_rotated = quant.transform.covers(module, not is_embedding(module))
+        except ValueError as error:
+            yield f"{quant.source_file}: {error}"
+            return
+        if module in quantised and not is_rotated:
+            left_out.append(module)
+        elif module not in quantised and is_rotated:
+            plain.append(module)
+    unknown = [target for target in quant.transform.named if target not in linears]
+    for found, what in (
+        (unknown, "targets {}, which is no linear layer here"),
+        (left_out, "leaves out {}, which is quantised"),
+        (plain, "rotates {}, which is not quantised"),
+    ):
+        if found:
+            yield (
+                f"{quant.source_file}: the transform {what.format(found[0])} ({len(found)} such "
+                "layers), need the quantised layers, all of them and no others; quantise the "
+                "original model with reset-quantize"
+            )

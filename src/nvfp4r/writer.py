@@ -34,9 +34,11 @@ from nvfp4r.dialects import (
 )
 from nvfp4r.format import NVFP4Tensor
 from nvfp4r.groups import check_exclusions, matches_any
+from nvfp4r.methods.rotation import Rotation
 from nvfp4r.quantize import divisor_for
 from nvfp4r.shard_writer import ShardWriter, write_json
 from nvfp4r.structure import KV_SCALES, is_embedding
+from nvfp4r.transforms import stored_matrix
 
 _log = logging.getLogger(__name__)
 
@@ -86,6 +88,7 @@ def save_checkpoint(
     copy_from: str | Path | None = None,
     force: bool = False,
     expected_bytes: int | None = None,
+    rotation: Rotation | None = None,
 ) -> SaveReport:
     """Writes a checkpoint that loaders of the chosen dialect read.
 
@@ -108,6 +111,9 @@ def save_checkpoint(
             are copied (not weights, config.json or hidden files).
         force: replace an existing checkpoint, once the new one is whole.
         expected_bytes: size of the tensors if known; the disk is then checked first.
+        rotation: of the quantised weights, and of the inputs that they expect; a matter of
+            compressed-tensors alone. A rotated matrix does not show it: what comes from a rotated
+            checkpoint needs that checkpoint's `rotation` here.
 
     Returns:
         What was written.
@@ -123,25 +129,30 @@ def save_checkpoint(
     """
     path = Path(path)
     source = None if copy_from is None else Path(copy_from)
-    for value, allowed in ((dialect, get_args(Dialect)), (activations, get_args(Activations))):
+    for value, allowed in (
+        (dialect, get_args(Dialect)),
+        (activations, get_args(Activations)),
+        (rotation, (None, *get_args(Rotation))),
+    ):
         if value not in allowed:
-            raise ValueError(f"{path}: got {value!r}, need one of {', '.join(allowed)}")
+            raise ValueError(f"{path}: got {value!r}, need one of {', '.join(map(str, allowed))}")
     if (activations == "nvfp4") != (input_scales is not None):
         raise ValueError(
             f"{path}: activations={activations!r} with"
             f"{'out' if input_scales is None else ''} input_scales; "
             "W4A4 needs one per quantised module, W4A16 has none"
         )
+    producer = {**(producer_details or {}), **_producer()}
+    block = config_block(dialect, activations, exclude, producer, rotation)
     check_target(path, marker=CONFIG_FILE, force=force, source=source)
     side_files = [] if source is None else _side_files(source)
     if expected_bytes is not None:
         require_space(path, expected_bytes + sum(file.stat().st_size for file, _ in side_files))
 
-    producer = {**(producer_details or {}), **_producer()}
     documents = {
         CONFIG_FILE: {
             **{key: value for key, value in config.items() if key not in CONFIG_KEYS},
-            CONFIG_KEYS[0]: config_block(dialect, activations, exclude, producer),
+            CONFIG_KEYS[0]: block,
         }
     }
     if dialect == "modelopt":
@@ -150,7 +161,7 @@ def save_checkpoint(
 
     with replacing_folder(path) as partial:
         shards = ShardWriter(partial, path, max_shard_bytes)
-        writer = _TensorWriter(shards, dialect, exclude, input_scales)
+        writer = _TensorWriter(shards, dialect, exclude, input_scales, rotation)
         for name, tensor in tensors:
             writer.add(name, tensor)
         writer.check_complete()
@@ -190,8 +201,10 @@ class _TensorWriter:
         dialect: Dialect,
         exclude: Sequence[str],
         input_scales: Mapping[str, Tensor] | None,
+        rotation: Rotation | None,
     ) -> None:
         self._shards = shards
+        self._rotation = rotation
         self._names = TENSOR_NAMES[dialect]
         self._exclude = exclude
         self._input_scales = input_scales
@@ -265,6 +278,8 @@ class _TensorWriter:
             scales[f"{module}.{self._names.input_scale}"] = self._input_scales[module]
         for key, scale in scales.items():
             stored[key] = self._stored_scale(key, scale).reshape(self._names.scalar_shape)
+        if self._rotation is not None:
+            stored |= stored_matrix(module)
         self.modules.append(module)
         return stored
 

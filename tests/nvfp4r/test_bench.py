@@ -101,9 +101,9 @@ def test_unknown_choices_are_refused(flags):
 
 
 def test_json_is_one_object_a_line(fake_gpu):
-    lines = run_json("--shape", SHAPE, "--shape", "512x256", "--tokens", "1,16,70")
+    lines = run_json("--shape", SHAPE, "--shape", "512x256", "--tokens", "1,16,200")
     assert [(line["N"], line["M"]) for line in lines] == [
-        (N, M) for N in (256, 512) for M in (1, 16, 70)
+        (N, M) for N in (256, 512) for M in (1, 16, 200)
     ]
     first = lines[0]
     assert first["bench"] == "linear"
@@ -140,13 +140,14 @@ def test_rotated_bytes_exceed_twice_the_cache(monkeypatch, l2_bytes, least):
 
 def test_the_table_tells_plan_and_reason(fake_gpu, monkeypatch):
     monkeypatch.setenv("COLUMNS", "250")
-    text = run("--shape", SHAPE, "--tokens", "8,16,65", "--dtype", "float16").stdout
+    text = run("--shape", SHAPE, "--tokens", "8,16,65,200", "--dtype", "float16").stdout
     assert "NVIDIA H200, driver 580.95.05" in text
     assert "reads 4.00 TB/s; float16, activations none" in text
     assert "linear_small_f16_w8, grid 16, cluster 1" in text
     assert "linear_medium_f16_n2_r1, grid" in text
+    assert "2 times linear_medium_f16_n6_r1" in text
     assert "unpack, then cuBLAS" in text
-    assert "M = 65 is above 64" in text
+    assert "M = 200 is above 192" in text
     assert "1.25x" in text
 
 

@@ -8,6 +8,7 @@ from torch import nn
 
 from nvfp4r.calibration import ActivationMaxima, calibrate, unpadded_rows
 from nvfp4r.linear import NVFP4Linear
+from nvfp4r.methods.rotation import hadamard16
 from nvfp4r.quantize import global_scale_from_amax, quantize
 
 from .toy_models import linear_names, token_ids, toy_model
@@ -63,6 +64,16 @@ def test_maxima_are_those_of_the_inputs(llama):
     assert found["lm_head"] == torch.stack(head_inputs).abs().max()
     for amax in found.values():
         assert (amax.dtype, amax.shape, amax.device.type) == (torch.float32, (), "cpu")
+
+
+def test_maxima_of_rotated_inputs(llama):
+    ids = token_ids(20)
+    (found,) = calibrate(llama, [ids], [Q_PROJ], rotation="hadamard16").values()
+    with torch.inference_mode():
+        q_input = llama.model.layers[0].input_layernorm(llama.model.embed_tokens(ids[None]))
+    rotated = q_input.double().unflatten(-1, (-1, 16)) @ hadamard16(torch.float64)
+    assert float(found) == pytest.approx(float(rotated.abs().max()), rel=1e-6)
+    assert float(found) != pytest.approx(float(q_input.abs().max()), rel=1e-2)
 
 
 def test_bfloat16_models_give_float32_maxima():

@@ -217,7 +217,7 @@ def test_an_existing_output_is_refused_and_outlives_a_failure(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"method": "gptq"}, r"method is 'gptq', need one of rtn"),
+        ({"method": "q4"}, r"method is 'q4', need one of rtn"),
         ({"dialect": "awq"}, r"'awq', need one of modelopt, compressed-tensors"),
         ({"headroom": 2.0}, r"headroom for unquantised activations"),
         ({"input_amax": {}}, r"activation maxima .* for unquantised activations"),

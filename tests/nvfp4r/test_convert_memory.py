@@ -32,12 +32,15 @@ def peak():
     return 1024 * int(status.split("VmHWM:")[1].split()[0])
 
 source, output, hold, output_shard = Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
+method = sys.argv[5]
 after_imports = peak()
 held = {}
 if hold == "hold":
     for file in sorted(source.glob("*.safetensors")):
         held |= {name: tensor.clone() for name, tensor in load_file(file).items()}
-quantise_checkpoint(source, output, max_shard_bytes=output_shard)
+quantise_checkpoint(
+    source, output, method=method, dialect="compressed-tensors", max_shard_bytes=output_shard
+)
 print(peak() - after_imports)
 """
 
@@ -73,20 +76,21 @@ def source(tmp_path_factory) -> Path:
     return folder
 
 
-def peak_bytes(source: Path, output: Path, hold: str) -> int:
-    arguments = [str(source), str(output), hold, str(OUTPUT_SHARD_BYTES)]
+def peak_bytes(source: Path, output: Path, hold: str, method: str) -> int:
+    arguments = [str(source), str(output), hold, str(OUTPUT_SHARD_BYTES), method]
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, *arguments], capture_output=True, text=True, check=True
     )
     return int(done.stdout)
 
 
-def test_about_one_shard_is_in_memory(source, tmp_path):
+@pytest.mark.parametrize("method", ["rtn", "four-over-six", "brq"])
+def test_about_one_shard_is_in_memory(source, tmp_path, method):
     """One output shard and the allowance, of a model four times that size."""
-    peak = peak_bytes(source, tmp_path / "out", "stream")
+    peak = peak_bytes(source, tmp_path / "out", "stream", method)
     assert peak < LIMIT, f"{peak / MB:.0f} MB"
 
 
 def test_the_measurement_sees_a_model_that_is_held(source, tmp_path):
     """The limit above means something: the same conversion beside the loaded model breaks it."""
-    assert peak_bytes(source, tmp_path / "out", "hold") > SHARDS * SHARD_BYTES >= 4 * LIMIT
+    assert peak_bytes(source, tmp_path / "out", "hold", "rtn") > SHARDS * SHARD_BYTES >= 4 * LIMIT

@@ -10,6 +10,7 @@ import torch
 from nvfp4r import reference
 from nvfp4r.dialects import config_block, hf_quant_config
 from nvfp4r.format import NVFP4Tensor, decode_e2m1, unpack_codes
+from nvfp4r.methods.rotation import rotate
 from nvfp4r.quantize import divisor_for, quantize
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "format.md").read_text(encoding="utf-8")
@@ -131,3 +132,12 @@ def test_documented_compressed_tensors_configuration_is_what_we_write():
     (config,) = json_blocks(section("Configuration, compressed-tensors"))
     written = config_block("compressed-tensors", "nvfp4", ["lm_head"], PRODUCER)
     assert config["quantization_config"] == written
+
+
+def test_documented_rotation_is_what_we_write_and_compute():
+    (config,) = json_blocks(section("Rotated layers, compressed-tensors"))
+    written = config_block("compressed-tensors", "none", ["lm_head"], {}, "hadamard16")
+    (key,) = config["quantization_config"]
+    assert config["quantization_config"][key] == written[key]
+    signs = [[-1 if (i & j).bit_count() % 2 else 1 for j in range(16)] for i in range(16)]
+    assert torch.equal(rotate(torch.eye(16)), torch.tensor(signs) / 4)

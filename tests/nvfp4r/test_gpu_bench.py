@@ -48,9 +48,9 @@ def run_json(*arguments: str) -> list[dict]:
 @pytest.mark.parametrize("activations", ["none", "nvfp4"])
 def test_a_shape_is_measured(dtype, activations):
     flags = ("--dtype", dtype, "--activations", activations)
-    lines = run_json("--shape", SHAPE, "--tokens", "1,16,100", *flags)
-    assert [line["M"] for line in lines] == [1, 16, 100]
-    assert [line["plan"]["path"] for line in lines] == ["small", "medium", "unpack"]
+    lines = run_json("--shape", SHAPE, "--tokens", "1,16,100,200", *flags)
+    assert [line["M"] for line in lines] == [1, 16, 100, 200]
+    assert [line["plan"]["path"] for line in lines] == ["small", "medium", "medium", "unpack"]
     for line in lines:
         assert 0 < line["p10_us"] <= line["median_us"] <= line["p90_us"]
         assert 0 < line["of_read"] <= 1.05

@@ -1,5 +1,7 @@
 """The plan: legal on every shape, equal to the measured choice on the shapes it was measured on."""
 
+from dataclasses import replace
+
 import pytest
 
 from nvfp4r.plan import (
@@ -108,7 +110,21 @@ def test_rows_get_the_same_plan_within_a_range_of_m(bounds):
         assert len(plans) == 1
 
 
-@pytest.mark.parametrize("M", [65, 128, 4096])
+@pytest.mark.parametrize(
+    ("M", "passes", "part"), [(65, 2, 33), (128, 2, 64), (129, 3, 43), (192, 3, 64)]
+)
+def test_more_tokens_take_equal_passes(M, passes, part):
+    plan = choose_plan(M, 4096, 4096, "bf16", H200)
+    once = choose_plan(part, 4096, 4096, "bf16", H200)
+    assert plan == replace(once, passes=passes, reason=f"{passes} passes; {once.reason}")
+
+
+def test_passes_that_would_not_fit_are_unpacked():
+    tight = DeviceFacts(82, 48 << 10, has_pdl=False, has_cluster=False)
+    assert choose_plan(128, 4096, 4096, "bf16", tight).path == "unpack"
+
+
+@pytest.mark.parametrize("M", [193, 4096])
 def test_large_m_is_unpacked_and_says_why(M):
     plan = choose_plan(M, 4096, 4096, "bf16", H200)
     assert plan.path == "unpack"

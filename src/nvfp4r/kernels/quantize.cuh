@@ -133,7 +133,7 @@ __device__ __forceinline__ bool prepare_block(u32 (&x)[8], int prologue, float s
 struct QuantizeArgs {
     const u16* x;        // [blocks][16] fp16 or bf16
     u16* values;         // [blocks][16], x's dtype
-    u64* saturated;      // [], to be added to: how many blocks are too large; unused without kQuantize
+    u64* saturated;      // [], to be added to: how many blocks are too large; or null for no count
     const float* scale;  // [], or null without kQuantize
     u64 blocks;
     int prologue;
@@ -151,7 +151,7 @@ __device__ __forceinline__ void quantize(const QuantizeArgs& p) {
         saturated += prepare_block<MODE>(block.v, p.prologue, scale);
         store_block(p.values + 16 * i, block);
     }
-    if (saturated)
+    if (saturated && p.saturated)
         asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;"
                      :: "l"(p.saturated), "l"((u64)saturated) : "memory");
 }

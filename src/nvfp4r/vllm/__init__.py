@@ -81,7 +81,7 @@ def configure(
     """Sets what models that are built from now on are told; what is left out stays as it is.
 
     Args:
-        gemv_max_m: largest number of tokens that the small-batch kernels serve, 0 .. 64; a dense
+        gemv_max_m: largest number of tokens that the small-batch kernels serve, 0 .. 192; a dense
             product on unpacked rows serves the others.
         activations: for W4A4 checkpoints, "nvfp4", "none", or "auto": 4 bits where the GPU has FP4
             units.

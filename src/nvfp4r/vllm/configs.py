@@ -15,8 +15,8 @@ differently:
 layers of other configs (mixed precision); vLLM has then merged the global scales of fused layers.
 
 Both are public and were read in 0.26.0, 0.32.0 and 0.33.0, as were the methods and fields used of
-configs: `is_layer_excluded`, `quant_method` (ModelOpt), `get_scheme_dict`, `transform_config`
-(compressed-tensors), `packed_modules_mapping`, `maybe_update_config`,
+configs: `is_layer_excluded`, `quant_method` (ModelOpt), `get_scheme_dict`, `transform_config`,
+`CompressedTensorsMoEMethod` (compressed-tensors), `packed_modules_mapping`, `maybe_update_config`,
 `VllmConfig.additional_config`, `KernelConfig.linear_backend`. No private name is used, and no
 attribute of vLLM is replaced.
 """
@@ -38,6 +38,9 @@ from vllm.model_executor.layers.quantization import (
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
     CompressedTensorsConfig,
 )
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+    CompressedTensorsMoEMethod,
+)
 from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4Config
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms import PlatformEnum
@@ -46,9 +49,12 @@ import nvfp4r
 from nvfp4r.checkpoint import load_checkpoint
 from nvfp4r.dialects import Activations, Dialect
 from nvfp4r.format import BLOCK
+from nvfp4r.methods.rotation import Rotation
+from nvfp4r.transforms import KEY, Scope, Transform, parse_transforms
 from nvfp4r.vllm.kernel import NVFP4RLinearKernel
 from nvfp4r.vllm.methods import NVFP4RLinearMethod
 from nvfp4r.vllm.record import record
+from nvfp4r.vllm.scales import shard_names
 from nvfp4r.vllm.settings import Settings
 
 _log = logging.getLogger("vllm.nvfp4r")
@@ -115,12 +121,65 @@ class NVFP4RCompressedTensorsConfig(CompressedTensorsConfig):
     """compressed-tensors' config, with this project's layers for NVFP4 while the plug-in is on."""
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
-        if isinstance(layer, (LinearBase, ParallelLMHead)) and self.transform_config is None:
+        if isinstance(layer, (LinearBase, ParallelLMHead)):
             stored = _nvfp4_scheme(self.get_scheme_dict(layer, prefix))
             if stored is not None:
-                ours = _method(self, layer, prefix, "compressed-tensors", stored)
-                return ours or super().get_quant_method(layer, prefix)
-        return super().get_quant_method(layer, prefix)
+                transform = self._transform_of(prefix)
+                ours = _method(self, layer, prefix, "compressed-tensors", stored, transform)
+                if ours is not None:
+                    return ours
+        method = super().get_quant_method(layer, prefix)
+        if Settings.from_environment().enabled:
+            self._require_rotated(layer, prefix, method)
+        return method
+
+    def _transform_of(self, name: str) -> Transform | None:
+        """The rotation of an NVFP4 layer.
+
+        Raises:
+            ValueError: a transform that this project's layers do not compute, or one that leaves
+                out the layer or some of what it is fused from.
+        """
+        if self.transform_config is None or not Settings.from_environment().enabled:
+            return None
+        try:
+            transform = parse_transforms(self.transform_config.model_dump(mode="json"), KEY)
+        except ValueError as error:
+            raise ValueError(
+                f"{error}; nvfp4r.disable(), or NVFP4R=0, leaves the model to vLLM's own layers"
+            ) from error
+        if transform is None:
+            return None
+        members = self.packed_modules_mapping.get(name.rpartition(".")[2])
+        for shard in shard_names(name, members, len(members) if members else 1):
+            if not transform.covers(shard):
+                raise ValueError(
+                    f"{shard}: is quantised, but the transform {transform.group} of {KEY} leaves "
+                    "it out, need it on all quantised layers; quantise the original model with "
+                    "reset-quantize"
+                )
+        return transform
+
+    def _require_rotated(self, layer: Any, name: str, method: Any) -> None:
+        """Refuses a layer of vLLM's own of a kind that knows no transforms but is covered by one.
+
+        Raises:
+            ValueError: names the layer.
+        """
+        if self.transform_config is None:
+            return
+        knows_none = isinstance(layer, ParallelLMHead) or isinstance(
+            method, CompressedTensorsMoEMethod
+        )
+        for group, scheme in self.transform_config.config_groups.items():
+            for entry in scheme.apply:
+                scope = Scope(tuple(entry.targets), tuple(entry.ignore))
+                if knows_none and entry.is_online() and scope.covers(name):
+                    raise ValueError(
+                        f"{name}: the transform {group} of {KEY} covers it, but vLLM runs heads "
+                        "and experts without transforms, and nvfp4r cannot run it either; exclude "
+                        "it when the model is quantised, or use a method without rotation"
+                    )
 
     def maybe_update_config(self, model_name: str, *arguments: Any, **others: Any) -> None:
         super().maybe_update_config(model_name, *arguments, **others)
@@ -175,18 +234,28 @@ def _is_nvfp4(arguments: Any) -> bool:
 
 
 def _method(
-    config: Any, layer: Any, name: str, dialect: Dialect, stored: Activations
+    config: Any,
+    layer: Any,
+    name: str,
+    dialect: Dialect,
+    stored: Activations,
+    transform: Transform | None = None,
 ) -> NVFP4RLinearMethod | None:
-    """This project's method for an NVFP4 layer, or None and a line that says why not."""
+    """This project's method for an NVFP4 layer, or None and a line that says why not.
+
+    Args:
+        stored: what the checkpoint says about activations.
+        transform: the rotation of the layer's inputs.
+    """
     reason = _reason_to_decline(config, stored)
     if reason is not None:
         if reason not in record().declined.values():
             _log.warning("nvfp4r: NVFP4 layers are left to vLLM: %s", reason)
         record().declined[layer] = reason
         return None
-    _mark_compile_cache()
+    _mark_compile_cache(None if transform is None else transform.rotation)
     members = config.packed_modules_mapping.get(name.rpartition(".")[2])
-    return NVFP4RLinearMethod(dialect, stored, name, members)
+    return NVFP4RLinearMethod(dialect, stored, name, members, transform)
 
 
 def _reason_to_decline(config: Any, stored: Activations) -> str | None:
@@ -217,8 +286,8 @@ def _linear_backend(kind: str) -> str:
     return special.get(kind) or kernels.linear_backend
 
 
-def _mark_compile_cache() -> None:
-    """Makes the settings part of the key of vLLM's compile caches.
+def _mark_compile_cache(rotation: Rotation | None) -> None:
+    """Makes the settings and the rotation part of the key of vLLM's compile caches.
 
     Graphs that were compiled with other layers, or another gemv_max_m, would be found otherwise.
     """
@@ -232,4 +301,5 @@ def _mark_compile_cache() -> None:
             "adds its settings: they are part of what compiled graphs depend on"
         )
     settings = Settings.from_environment()
-    additional["nvfp4r"] = {"version": nvfp4r.__version__, **settings.environment()}
+    rotated = {} if rotation is None else {"rotation": rotation}
+    additional["nvfp4r"] = {"version": nvfp4r.__version__, **settings.environment(), **rotated}

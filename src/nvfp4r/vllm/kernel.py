@@ -22,6 +22,7 @@ from nvfp4r.dialects import Activations
 from nvfp4r.format import NVFP4Tensor
 from nvfp4r.jit import UnsupportedGPUError, load_module, target_for
 from nvfp4r.launches import required_facts
+from nvfp4r.methods.rotation import Rotation
 from nvfp4r.packed import ORDERS, pack
 from nvfp4r.vllm.record import LayerEntry, LayerShape, record
 from nvfp4r.vllm.settings import Settings, resolve_activations
@@ -35,11 +36,12 @@ class NVFP4RLinearKernel(NvFp4LinearKernel):
     """y = alpha * (x w^T) + bias by `torch.ops.nvfp4r.vllm_linear`, for any M, N and K % 16 == 0.
 
     One object serves one layer. Activations are rounded to NVFP4 or not as `Settings.activations`,
-    the checkpoint and the GPU say together.
+    the checkpoint and the GPU say together. With a rotation, x is rotated first.
     """
 
-    def __init__(self, config: NvFp4LinearLayerConfig) -> None:
+    def __init__(self, config: NvFp4LinearLayerConfig, rotation: Rotation | None = None) -> None:
         super().__init__(config)
+        self.rotation = rotation
         self.settings = Settings.from_environment()
         self.order = ""
         self.rounds_activations = False
@@ -123,6 +125,7 @@ class NVFP4RLinearKernel(NvFp4LinearKernel):
                 self.order,
                 self.rounds_activations,
                 self.settings.gemv_max_m,
+                self.rotation,
             ),
             dialect=dialect,
             stored_activations=stored_activations,
@@ -153,6 +156,7 @@ class NVFP4RLinearKernel(NvFp4LinearKernel):
             layer.input_size_per_partition,
             self.order,
             self.settings.gemv_max_m,
+            self.rotation,
         )
         return y
 

@@ -6,7 +6,7 @@ scales with NaN first, so that one which is never loaded is found.
 
 Public in 0.26, 0.32 and 0.33, nothing private is touched: `LinearMethodBase`,
 `register_weight_loader_v2_supported_method` (fused layers look the method up by class name),
-`ModelWeightParameter`, `PerTensorScaleParameter`, `NvFp4LinearLayerConfig`.
+`ModelWeightParameter`, `PerTensorScaleParameter`, `NvFp4LinearLayerConfig`, `set_weight_attrs`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ from vllm.model_executor.layers.linear import (
     register_weight_loader_v2_supported_method,
 )
 from vllm.model_executor.parameter import ModelWeightParameter, PerTensorScaleParameter
+from vllm.model_executor.utils import set_weight_attrs
 
 from nvfp4r.dialects import TENSOR_NAMES, Activations, Dialect
 from nvfp4r.format import BLOCK
+from nvfp4r.transforms import Transform, is_stored_matrix
 from nvfp4r.vllm.kernel import NVFP4RLinearKernel, checked_dtype
 from nvfp4r.vllm.scales import input_scale, row_scales, shard_names
 
@@ -40,6 +42,7 @@ class NVFP4RLinearMethod(LinearMethodBase):
         name: of the layer.
         members: last name components of what the layer is fused from, None if it is not or if
             vLLM does not say.
+        transform: the rotation of the layer's inputs, to which its stored weights belong.
     """
 
     def __init__(
@@ -48,12 +51,15 @@ class NVFP4RLinearMethod(LinearMethodBase):
         activations: Activations,
         name: str,
         members: Sequence[str] | None,
+        transform: Transform | None = None,
     ) -> None:
         self.dialect = dialect
         self.activations = activations
         self.name = name
         self.members = members
-        self.kernel = NVFP4RLinearKernel(NvFp4LinearLayerConfig())
+        self.transform = transform
+        rotation = None if transform is None else transform.rotation
+        self.kernel = NVFP4RLinearKernel(NvFp4LinearLayerConfig(), rotation)
 
     def create_weights(
         self,
@@ -98,6 +104,8 @@ class NVFP4RLinearMethod(LinearMethodBase):
             layer.register_parameter(
                 field, PerTensorScaleParameter(data=slots, weight_loader=loader)
             )
+        if self.transform is not None:
+            layer.add_module(self.transform.submodule, _StoredMatrix(self.name))
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Gives the kernel one global scale per row, and one input scale.
@@ -140,6 +148,26 @@ class NVFP4RLinearMethod(LinearMethodBase):
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """[..., K] -> [..., N]."""
         return self.kernel.apply_weights(layer, x, bias)
+
+
+class _StoredMatrix(torch.nn.Module):
+    """Where the matrix of a rotation goes that a checkpoint may hold: it is checked, not kept."""
+
+    weight: Parameter
+
+    def __init__(self, layer: str) -> None:
+        super().__init__()
+        self.weight = _parameter(torch.empty(0))
+
+        def check(parameter: Parameter, loaded: Tensor, *shard: object) -> None:
+            if not is_stored_matrix(loaded):
+                raise ValueError(
+                    f"{layer}: the matrix stored with its rotation is not the Hadamard matrix of 1 "
+                    "and -1 in Sylvester's order; nvfp4r computes no other rotation, quantise the "
+                    "original model with reset-quantize"
+                )
+
+        set_weight_attrs(self.weight, {"weight_loader": check})
 
 
 def _parameter(tensor: Tensor) -> Parameter:

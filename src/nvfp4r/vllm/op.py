@@ -27,13 +27,14 @@ def vllm_linear(
     K: int,
     order: str,
     gemv_max_m: int,
+    rotation: str | None = None,
 ) -> Tensor:
     """As `torch.ops.nvfp4r.linear`, by the small-batch kernels only up to `gemv_max_m` tokens."""
     M = x.numel() // K
     op = gemm if gemv_max_m < M else linear
-    y = op(x, tiles, alpha, bias, input_scale, N, K, order)
+    y = op(x, tiles, alpha, bias, input_scale, N, K, order, rotation)
     if M:
-        shape = LayerShape(N, K, order, input_scale is not None, gemv_max_m)
+        shape = LayerShape(N, K, order, input_scale is not None, gemv_max_m, rotation)
         index = x.device.index
         facts = device_facts(index) if x.is_cuda else None
         record().count(shape, path_for(M, shape, facts, index)[0], M)
@@ -51,5 +52,6 @@ def _(
     K: int,
     order: str,
     gemv_max_m: int,
+    rotation: str | None = None,
 ) -> Tensor:
     return x.new_empty((*x.shape[:-1], N))

@@ -16,7 +16,7 @@ from torch import nn
 
 from nvfp4r.dialects import Activations
 from nvfp4r.launches import plan_for
-from nvfp4r.plan import MAX_MEDIUM_M, DeviceFacts, choose_plan
+from nvfp4r.plan import MAX_KERNEL_M, DeviceFacts, choose_plan
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class LayerShape:
         order: "bf16" or "f16", the dtype of activations.
         quantised: whether activations are rounded to NVFP4.
         gemv_max_m: largest M of the small-batch kernels.
+        rotation: of x before all else, None for most checkpoints.
     """
 
     N: int
@@ -35,6 +36,7 @@ class LayerShape:
     order: str
     quantised: bool
     gemv_max_m: int
+    rotation: str | None = None
 
 
 @dataclass(frozen=True)
@@ -83,10 +85,11 @@ def path_for(
     if shape.gemv_max_m < M:
         return "unpack", f"M = {M} is above gemv_max_m = {shape.gemv_max_m}"
     sizes = M, shape.N, shape.K, shape.order, facts
+    quantised = shape.quantised or shape.rotation is not None
     if device_index is None:
-        plan = choose_plan(*sizes, shape.quantised)
+        plan = choose_plan(*sizes, quantised)
     else:
-        plan = plan_for(*sizes, device_index, shape.quantised)
+        plan = plan_for(*sizes, device_index, quantised)
     return plan.path, plan.reason
 
 
@@ -105,7 +108,7 @@ def paths(
 ) -> Iterator[PathRange]:
     """The paths of a layer for M = 1, 2, ... in ranges; the reason is that of the first M."""
     first, (path, reason) = 1, path_for(1, shape, facts, device_index)
-    for M in range(2, MAX_MEDIUM_M + 2):
+    for M in range(2, MAX_KERNEL_M + 2):
         found = path_for(M, shape, facts, device_index)
         if found[0] != path:
             yield PathRange(first, M - 1, path, reason)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from nvfp4r.dialects import Activations
-from nvfp4r.plan import MAX_MEDIUM_M
+from nvfp4r.plan import MAX_KERNEL_M
 
 ActivationSetting = Literal["auto", "nvfp4", "none"]
 
@@ -28,7 +28,7 @@ class Settings:
 
     Attributes:
         enabled: whether models that are built from now on use this project's linear layers.
-        gemv_max_m: largest number of tokens M that the small-batch kernels serve, 0 .. 64. Above
+        gemv_max_m: largest number of tokens M that the small-batch kernels serve, 0 .. 192. Above
             it, and always with 0, a dense product on unpacked rows does it.
         activations: of W4A4 checkpoints: "nvfp4" rounds them to 4 bits as the checkpoint says,
             "none" leaves them in 16 bits, "auto" rounds them where the GPU has FP4 units.
@@ -39,17 +39,17 @@ class Settings:
     """
 
     enabled: bool = False
-    gemv_max_m: int = MAX_MEDIUM_M
+    gemv_max_m: int = MAX_KERNEL_M
     activations: ActivationSetting = "auto"
 
     def __post_init__(self) -> None:
         if isinstance(self.gemv_max_m, bool) or not isinstance(self.gemv_max_m, int):
             raise TypeError(
-                f"gemv_max_m is {self.gemv_max_m!r}, need an int from 0 to {MAX_MEDIUM_M}"
+                f"gemv_max_m is {self.gemv_max_m!r}, need an int from 0 to {MAX_KERNEL_M}"
             )
-        if not 0 <= self.gemv_max_m <= MAX_MEDIUM_M:
+        if not 0 <= self.gemv_max_m <= MAX_KERNEL_M:
             raise ValueError(
-                f"gemv_max_m is {self.gemv_max_m}, need 0 (never) to {MAX_MEDIUM_M}, the largest "
+                f"gemv_max_m is {self.gemv_max_m}, need 0 (never) to {MAX_KERNEL_M}, the largest "
                 "number of tokens that the kernels take"
             )
         if self.activations not in get_args(ActivationSetting):
@@ -69,11 +69,11 @@ class Settings:
         enabled = environment.get(ENABLED, "0")
         if enabled not in ("0", "1"):
             raise ValueError(f"{ENABLED} is {enabled!r} in the environment, need 1 (on) or 0 (off)")
-        limit = environment.get(GEMV_MAX_M, str(MAX_MEDIUM_M))
+        limit = environment.get(GEMV_MAX_M, str(MAX_KERNEL_M))
         if not (limit.isascii() and limit.isdigit()):
             raise ValueError(
                 f"{GEMV_MAX_M} is {limit!r} in the environment, need an integer from 0 to "
-                f"{MAX_MEDIUM_M}"
+                f"{MAX_KERNEL_M}"
             )
         activations = environment.get(ACTIVATIONS, "auto")
         try:

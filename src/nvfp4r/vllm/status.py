@@ -22,6 +22,7 @@ class LayerGroup:
         stored_activations: what the checkpoint says.
         activations: what is done: "nvfp4" or "none".
         activations_reason: why.
+        rotation: of inputs before all else, None if there is none.
         architecture: what kernels are compiled for, "cpu" on a CPU.
         dtype: "bf16" or "f16".
         gemv_max_m: the limit that the layers were built with.
@@ -37,6 +38,7 @@ class LayerGroup:
     stored_activations: str
     activations: str
     activations_reason: str
+    rotation: str | None
     architecture: str
     dtype: str
     gemv_max_m: int
@@ -85,7 +87,8 @@ class Status:
             )
             lines.append(
                 f"  {group.N} x {group.K} {group.dtype} {group.dialect} on {group.architecture}: "
-                f"{where}; activations {group.activations} ({group.activations_reason}); "
+                f"{where}; activations {group.activations} ({group.activations_reason})"
+                f"{', rotated by ' + group.rotation if group.rotation else ''}; "
                 f"{', '.join(group.layers)}"
             )
         lines += [f"  left to vLLM, {n} layers: {why}" for why, n in self.declined.items()]
@@ -151,6 +154,7 @@ def _groups(seen: Record) -> list[LayerGroup]:
                 stored_activations=first.stored_activations,
                 activations="nvfp4" if shape.quantised else "none",
                 activations_reason=first.reason,
+                rotation=shape.rotation,
                 architecture=first.architecture,
                 dtype=shape.order,
                 gemv_max_m=shape.gemv_max_m,

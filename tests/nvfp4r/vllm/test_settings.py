@@ -28,7 +28,7 @@ def clean(monkeypatch):
 
 def test_the_plugin_is_off_by_default_and_registering_does_nothing(monkeypatch):
     monkeypatch.setattr("nvfp4r.vllm.installed_version", lambda: "9.9.9")
-    assert Settings.from_environment() == Settings(False, 64, "auto")
+    assert Settings.from_environment() == Settings(False, 192, "auto")
     register()  # would refuse this version if it did anything
 
 
@@ -43,8 +43,8 @@ def test_configure_is_kept_in_the_environment_that_workers_inherit():
 @pytest.mark.parametrize(
     ("values", "error", "told"),
     [
-        ({"gemv_max_m": -1}, ValueError, "gemv_max_m is -1, need 0 .never. to 64"),
-        ({"gemv_max_m": 65}, ValueError, "gemv_max_m is 65, need 0 .never. to 64"),
+        ({"gemv_max_m": -1}, ValueError, "gemv_max_m is -1, need 0 .never. to 192"),
+        ({"gemv_max_m": 193}, ValueError, "gemv_max_m is 193, need 0 .never. to 192"),
         ({"gemv_max_m": 2.5}, TypeError, "gemv_max_m is 2.5, need an int"),
         ({"gemv_max_m": True}, TypeError, "gemv_max_m is True, need an int"),
         ({"gemv_max_m": "8"}, TypeError, "gemv_max_m is '8', need an int"),
@@ -63,7 +63,7 @@ def test_configure_names_a_bad_value_and_changes_nothing(values, error, told):
     [
         ("NVFP4R", "yes", "NVFP4R is 'yes' in the environment, need 1 .on. or 0 .off."),
         ("NVFP4R_GEMV_MAX_M", "many", "NVFP4R_GEMV_MAX_M is 'many' in the environment"),
-        ("NVFP4R_GEMV_MAX_M", "100", "gemv_max_m is 100"),
+        ("NVFP4R_GEMV_MAX_M", "200", "gemv_max_m is 200"),
         ("NVFP4R_ACTIVATIONS", "w4a4", "NVFP4R_ACTIVATIONS=w4a4 in the environment"),
     ],
 )

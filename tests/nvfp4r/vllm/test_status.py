@@ -93,6 +93,7 @@ def test_no_tokens_give_no_rows_and_no_count(layer):
 @pytest.mark.parametrize(
     ("gemv_max_m", "ranges"),
     [
+        (192, [(1, 8, "small"), (9, 192, "medium"), (193, None, "unpack")]),
         (64, [(1, 8, "small"), (9, 64, "medium"), (65, None, "unpack")]),
         (8, [(1, 8, "small"), (9, None, "unpack")]),
         (3, [(1, 3, "small"), (4, None, "unpack")]),
