@@ -175,3 +175,22 @@ def test_the_generate_example(smollm2, tmp_path):
     greedy = model.generate(**prompt, max_new_tokens=8, do_sample=False)
     expected = tokenizer.decode(greedy[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
     assert done.stdout.strip() == expected.strip()
+
+
+def test_the_calibrate_run_compare_example(smollm2, tmp_path):
+    """With fewer and shorter answers than it has by itself."""
+    script = QUESTIONS.parents[1] / "calibrate_run_compare.py"
+    sizes = ("--problems", "2", "--max-tokens", "3")
+    flags = ("--model", smollm2, "--work", tmp_path / "work", *sizes)
+    done = subprocess.run(
+        [sys.executable, script, *map(str, flags)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    for said in ("tau_0 ", "greedy ", "reset-0.1-0.6 ", "no difference shown: the best of ReSET"):
+        assert said in done.stdout
+    assert "2 problems are few" in done.stdout
+    calibration = json.loads((tmp_path / "work" / "calibration.json").read_text())
+    assert len(calibration["problems"]) == 3
+    assert len(calibration["search"]["problems"]) == 2
+    assert [len(arm["seed_means"]) for arm in calibration["search"]["arms"]] == [1] * 5
+    assert (tmp_path / "work" / "reset" / "scores.json").exists()

@@ -1,4 +1,4 @@
-"""tau_0 of a model: a percentile of its own token entropies, with what it came from.
+"""tau_0 of a model: a percentile of its own token entropies, its interval, and what it came from.
 
 Knows numbers, not models: the caller decodes the problems and hands over raw-logit entropies, made
 by the same code as the sampler's. Entropies from generate()'s `scores` or from top-k logprobs are
@@ -8,19 +8,20 @@ not comparable (tempered, truncated or capped).
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from reset.files import written_aside
+from reset.presets import read_entry, write_entry
 
 DEFAULT_PERCENTILE = 80.0
 """As published: tau_0 is the 80th percentile over a handful of held-out problems."""
+
+RESAMPLES = 2_000
 
 
 def percentile_threshold(
@@ -51,14 +52,68 @@ def percentile_threshold(
     return float(np.percentile(pooled, percentile, method="linear"))
 
 
+def threshold_interval(
+    entropies: Sequence[Sequence[float]],
+    percentile: float = DEFAULT_PERCENTILE,
+    *,
+    seed: int = 0,
+    level: float = 0.95,
+) -> tuple[float, float] | None:
+    """How far tau_0 would move with other problems: a bootstrap interval over problems, in nats.
+
+    Whole problems are drawn with replacement, 2,000 times with `seed`, since the tokens of one
+    problem are not independent. A handful of problems makes it too narrow rather than too wide.
+
+    Args:
+        entropies, percentile: as `percentile_threshold`.
+        level: share of the resamples inside, (0, 1).
+
+    Returns:
+        Low and high end; None for fewer than two problems, which tell nothing about others.
+
+    Raises:
+        ValueError: as `percentile_threshold`, or a level out of range.
+    """
+    if not 0 < level < 1:
+        raise ValueError(f"level is {level}; it must be between 0 and 1")
+    percentile_threshold(entropies, percentile)
+    told = [tokens for tokens in entropies if len(tokens)]
+    if len(told) < 2:
+        return None
+    pooled = np.concatenate([np.asarray(tokens, dtype=np.float64) for tokens in told])
+    order = np.argsort(pooled, kind="stable")
+    values = pooled[order]
+    owners = np.repeat(np.arange(len(told)), [len(tokens) for tokens in told])[order]
+    generator = np.random.default_rng(seed)
+    found = np.empty(RESAMPLES)
+    for number in range(RESAMPLES):
+        drawn = generator.integers(0, len(told), len(told))
+        times = np.bincount(drawn, minlength=len(told))
+        found[number] = _repeated_percentile(values, times[owners], percentile)
+    low, high = np.quantile(found, [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
+
+
+def _repeated_percentile(values: np.ndarray, times: np.ndarray, percentile: float) -> float:
+    """`np.percentile` of sorted `values` [T], each as often as `times` [T] says."""
+    ends = np.cumsum(times)
+    place = (ends[-1] - 1) * percentile / 100
+    below = int(place)
+    above = min(below + 1, int(ends[-1]) - 1)
+    one, two = values[np.searchsorted(ends, [below, above], side="right")]
+    return float(one + (two - one) * (place - below))
+
+
 @dataclass(frozen=True)
 class Calibration:
     """A threshold and its provenance, as `reset-calibrate` writes it.
 
-    `config` holds what `ReSETConfig.from_file` reads: tau_0, and t_low / t_high where chosen.
+    `config` holds what `ReSETConfig.from_file` reads: tau_0, and what the search recommends or the
+    user chose. `problems` are those that tau_0 came from; those of the search are apart, in
+    `search["problems"]`. `recommendation` is the sentence that the search ended in.
     """
 
-    config: dict[str, float]
+    config: dict[str, Any]
     percentile: float
     model: str
     model_sha256: str
@@ -70,11 +125,32 @@ class Calibration:
     sampling: dict[str, Any]
     versions: dict[str, str]
     rule: str = field(default="numpy linear percentile of pooled raw-logit token entropies, nats")
+    tau_0_interval: dict[str, float] | None = None  # 95 %, bootstrap over problems
+    recommendation: str | None = None
+    search: dict[str, Any] | None = None
 
-    def write(self, path: Path) -> None:
-        """Write as JSON; the file is whole or absent."""
-        with written_aside(path) as partial:
-            partial.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+    def write(self, path: Path, name: str | None = None) -> None:
+        """Write as JSON, alone or as one of several by name; the file is whole or as it was."""
+        write_entry(path, asdict(self), name)
+
+    @classmethod
+    def read(cls, path: Path, name: str | None = None) -> Calibration:
+        """The inverse of `write`.
+
+        Raises:
+            ValueError: not such a file, or one that a person wrote: its provenance is missing.
+            OSError: no such file.
+        """
+        entry = read_entry(path, name)
+        legal = {one.name for one in fields(cls)}
+        needed = {one.name for one in fields(cls) if one.default is MISSING}
+        missing, unknown = sorted(needed - set(entry)), sorted(set(entry) - legal)
+        if missing or unknown:
+            raise ValueError(
+                f"{path}: is no calibration of this version (missing: {missing}, unknown: "
+                f"{unknown}); calibrate again"
+            )
+        return cls(**entry)
 
 
 def text_sha256(text: str) -> str:

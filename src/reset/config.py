@@ -14,6 +14,8 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
+from reset.presets import read_entry
+
 POLICIES = ("reset", "fixed", "threshold", "sliding", "relative", "uniform")
 ESTIMATORS = ("hybrid", "window", "causal", "ema")
 
@@ -132,20 +134,29 @@ class ReSETConfig:
         )
 
     @classmethod
-    def from_file(cls, path: str | Path, **overrides: Any) -> ReSETConfig:
+    def from_file(
+        cls, path: str | Path, *, name: str | None = None, **overrides: Any
+    ) -> ReSETConfig:
         """Values from a file that `reset-calibrate --output` wrote; `overrides` replace fields.
 
+        Where the search of `reset-calibrate` recommends a fixed temperature, the policy is "fixed".
+
+        Args:
+            path: the file.
+            name: which preset, in a file that holds several.
+            overrides: fields of this class.
+
         Raises:
-            ValueError: the file is not such a file, or lacks a value that the policy needs.
+            ValueError: the file is not such a file, holds no preset of this name, or lacks a value
+                that the policy needs; then the message tells what the calibration recommends.
+            TypeError: a value in it is not a number.
         """
-        text = Path(path).read_text(encoding="utf-8")
-        try:
-            content = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path} is not JSON ({error}); pass a reset-calibrate file") from None
-        if not isinstance(content, dict) or not isinstance(content.get("config"), dict):
-            raise ValueError(f'{path} has no "config" object; pass a file made by reset-calibrate')
-        return cls.from_dict({**content["config"], **overrides})
+        entry = read_entry(Path(path), name)
+        values = {**entry["config"], **overrides}
+        said = entry.get("recommendation")
+        if isinstance(said, str) and "t_low" not in values and values.get("policy") != "fixed":
+            raise ValueError(f'{path} holds no t_low: its search ended in "{said}"')
+        return cls.from_dict(values)
 
 
 GREEDY_TEMPERATURE = 1e-6

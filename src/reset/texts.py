@@ -15,7 +15,9 @@ _QUESTIONS = ("problem", "question", "prompt")
 _ANSWERS = ("solution", "answer")
 
 
-def read_problems(source: str, count: int) -> list[str]:
+def read_problems(
+    source: str, count: int, *, leave_out: Callable[[str], bool] = lambda _: False
+) -> list[str]:
     """The first `count` problems of `source`, without their answers.
 
     Args:
@@ -23,6 +25,7 @@ def read_problems(source: str, count: int) -> list[str]:
             with "problem", "question" or "prompt"), or a hub data set with such a field: NAME,
             NAME:CONFIG or NAME:CONFIG:SPLIT, split "train" by default.
         count: how many, >= 1.
+        leave_out: true for a problem that is passed over.
 
     Raises:
         ValueError: fewer problems than asked for, a record without such a field, a line that is not
@@ -30,7 +33,7 @@ def read_problems(source: str, count: int) -> list[str]:
         OSError: no such file, or the data set cannot be fetched.
         ImportError: a hub data set without the `eval` extra.
     """
-    problems = _first(source, count, _problem)
+    problems = _first(source, count, _problem, leave_out)
     if len(problems) < count:
         raise ValueError(
             f"{source}: holds {len(problems)} problems, but {count} were asked for; ask for fewer "
@@ -59,7 +62,12 @@ def read_texts(source: str, count: int) -> list[str]:
     return texts
 
 
-def _first(source: str, count: int, text_of: Callable[[Any, str], str]) -> list[str]:
+def _first(
+    source: str,
+    count: int,
+    text_of: Callable[[Any, str], str],
+    leave_out: Callable[[str], bool] = lambda _: False,
+) -> list[str]:
     """At most `count` texts; `text_of` takes a record and what errors call it."""
     if count < 1:
         raise ValueError(f"{source}: {count} texts asked for, need at least 1")
@@ -71,8 +79,8 @@ def _first(source: str, count: int, text_of: Callable[[Any, str], str]) -> list[
     elif path.exists():
         raise ValueError(f"{source}: need a .txt or .jsonl file, or the name of a hub data set")
     else:
-        found = (text_of(record, where) for record, where in _hub_records(source))
-    return list(islice(found, count))
+        found = (text_of(record, where) for record, where in hub_rows(source))
+    return list(islice((text for text in found if not leave_out(text)), count))
 
 
 def _problem(record: Any, where: str) -> str:
@@ -137,7 +145,16 @@ def _paragraphs(path: Path) -> Iterator[str]:
         yield "".join(paragraph).strip()
 
 
-def _hub_records(source: str) -> Iterator[tuple[Any, str]]:
+def hub_rows(source: str) -> Iterator[tuple[Any, str]]:
+    """The rows of a hub data set as they come, each with its place; nothing is stored.
+
+    Args:
+        source: NAME, NAME:CONFIG or NAME:CONFIG:SPLIT, split "train" by default.
+
+    Raises:
+        ImportError: without the `eval` extra.
+        OSError: the data set cannot be fetched.
+    """
     try:
         from datasets import load_dataset
     except ImportError as error:

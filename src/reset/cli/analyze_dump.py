@@ -106,9 +106,9 @@ def dump(
             tau0=tau0,
             t_high=t_high,
             window=window,
-            policy=policy or ("fixed" if is_plain else "reset"),
-            estimator=estimator or "hybrid",
-            base_temp=0.6 if base_temp is None else base_temp,
+            policy=policy or ("fixed" if is_plain else None),
+            estimator=estimator,
+            base_temp=base_temp,
         )
         _decode(
             model,

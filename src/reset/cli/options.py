@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
 import typer
 
 from reset.config import ESTIMATORS, POLICIES, ReSETConfig
+from reset.presets import split_preset
 
 Model = Annotated[
     str, typer.Option(help="Model folder (NVFP4 checkpoint or any transformers model) or hub name.")
@@ -42,12 +42,25 @@ THigh = Annotated[
 Window = Annotated[
     int | None, typer.Option(help="Entropies in the window mean, tokens; 32 by default.")
 ]
-Policy = Annotated[str, typer.Option(help=f"One of {', '.join(POLICIES)}.")]
-Estimator = Annotated[str, typer.Option(help=f"How H_step is estimated: {', '.join(ESTIMATORS)}.")]
-BaseTemp = Annotated[float, typer.Option(help="Temperature of --policy fixed.")]
+Policy = Annotated[
+    str | None,
+    typer.Option(
+        help=f"One of {', '.join(POLICIES)}; reset unless a file of reset-calibrate says fixed."
+    ),
+]
+Estimator = Annotated[
+    str | None, typer.Option(help=f"How H_step is estimated: {', '.join(ESTIMATORS)}.")
+]
+BaseTemp = Annotated[
+    float | None,
+    typer.Option(help="Temperature of --policy fixed; 0.6 unless a preset says more."),
+]
 Preset = Annotated[
     str | None,
-    typer.Option(help="A published preset (Qwen3-8B, ...) or a file made by reset-calibrate."),
+    typer.Option(
+        help="A published preset (Qwen3-8B, ...), a file made by reset-calibrate, or FILE:NAME "
+        "where it holds several."
+    ),
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
@@ -73,6 +86,20 @@ def checked_device(name: str) -> torch.device:
     return device
 
 
+def check_sampling(max_tokens: int, top_p: float, seed: int) -> None:
+    """Refuses flags of the sampling before a model is loaded.
+
+    Raises:
+        ValueError: names the flag and its range.
+    """
+    if max_tokens < 1:
+        raise ValueError(f"--max-tokens is {max_tokens}; it must be at least 1")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"--top-p is {top_p}; it must be above 0 and at most 1")
+    if seed < 0:
+        raise ValueError(f"--seed is {seed}; it must be at least 0")
+
+
 def policy_config(
     *,
     preset: str | None,
@@ -80,20 +107,29 @@ def policy_config(
     tau0: float | None,
     t_high: float | None,
     window: int | None,
-    policy: str,
-    estimator: str,
-    base_temp: float,
+    policy: str | None,
+    estimator: str | None,
+    base_temp: float | None,
 ) -> ReSETConfig:
-    """The configuration that the flags describe; single flags override the preset.
+    """The configuration that the flags describe; single flags (None: not given) override a preset.
 
     Raises:
         ValueError: a value is out of range, missing, or the preset does not exist.
     """
-    values: dict[str, Any] = {"policy": policy, "estimator": estimator, "base_temp": base_temp}
-    given = {"t_low": t_low, "tau_0": tau0, "t_high": t_high, "window": window}
-    values |= {name: value for name, value in given.items() if value is not None}
-    if preset is None:
-        return ReSETConfig(**values)
-    if Path(preset).is_file():
-        return ReSETConfig.from_file(preset, **values)
+    given: dict[str, Any] = {
+        **{"t_low": t_low, "tau_0": tau0, "t_high": t_high, "window": window},
+        **{"policy": policy, "estimator": estimator, "base_temp": base_temp},
+    }
+    values = {name: value for name, value in given.items() if value is not None}
+    return ReSETConfig(**values) if preset is None else preset_config(preset, **values)
+
+
+def preset_config(preset: str, **values: Any) -> ReSETConfig:
+    """The configuration of `--preset`: a file, FILE:NAME or a published one; `values` override it.
+
+    Raises:
+        ValueError, TypeError: as `ReSETConfig.from_file` and `ReSETConfig.preset`.
+    """
+    if place := split_preset(preset):
+        return ReSETConfig.from_file(place[0], name=place[1], **values)
     return ReSETConfig.preset(preset, **values)

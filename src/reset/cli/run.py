@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import json
 from contextlib import ExitStack
-from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from nvfp4r.console import error_boundary, notes, output
 from reset.calibrate import text_sha256
-from reset.cli import options
+from reset.cli import engines, options
+from reset.cli.check import check
 from reset.cli.run_tables import answer_progress, comparison_table, score_table
 from reset.config import ReSETConfig
 from reset.evaluate.compare import Comparison, compare, read_run
 from reset.evaluate.engines import Engine
 from reset.evaluate.figure import require_matplotlib, write_comparison
-from reset.evaluate.graders import Grader
-from reset.evaluate.prompts import PromptForm
+from reset.evaluate.graders import Grader, grader_versions
 from reset.evaluate.recipes import arm_plan, read_recipe
 from reset.evaluate.runner import Grader as GradeCall
 from reset.evaluate.runner import RunPlan, run
 from reset.evaluate.store import SCORES, SETTINGS, SPEED, check_run_target
 from reset.evaluate.tasks import TASKS, IdRule, Task, load_task
+from reset.presets import read_entry, split_preset, used_problems
 
 DEFAULT_COMMAND = "score"
 
@@ -66,27 +66,22 @@ def score(
         IdRule,
         typer.Option(help="Task jsonl: name problems by their id, or by their content."),
     ] = "file",
-    engine: Annotated[
-        str, typer.Option(help="hf, vllm, or the address of a server (http://host:8000/v1).")
-    ] = "hf",
+    engine: engines.EngineName = "hf",
     t_low: options.TLow = None,
     tau0: options.Tau0 = None,
     t_high: options.THigh = None,
     window: options.Window = None,
-    policy: options.Policy = "reset",
-    estimator: options.Estimator = "hybrid",
+    policy: options.Policy = None,
+    estimator: options.Estimator = None,
     preset: options.Preset = None,
     baseline: Annotated[
         bool, typer.Option("--baseline", help="One fixed temperature, --base-temp, for all tokens.")
     ] = False,
-    base_temp: options.BaseTemp = 0.6,
+    base_temp: options.BaseTemp = None,
     recipe: Annotated[
         Path | None, typer.Option(help="Run every arm of a recipe (.yaml), then compare them.")
     ] = None,
-    backend: Annotated[
-        Literal["auto", "nvfp4r"],
-        typer.Option(help="NVFP4 linear layers: the engine's choice, or this project's kernels."),
-    ] = "auto",
+    backend: engines.Backend = "auto",
     n_samples: Annotated[int, typer.Option(help="Answers to each problem.")] = 8,
     max_tokens: Annotated[
         int | None, typer.Option(help="Output limit of an answer; the task's own if left out.")
@@ -94,32 +89,20 @@ def score(
     top_p: options.TopP = 0.95,
     min_p: Annotated[float, typer.Option(help="[0, 1); 0 is off.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Sample k belongs to seed + k.")] = 0,
-    thinking: Annotated[
-        bool | None,
-        typer.Option(
-            "--thinking/--no-thinking", help="Switch of the chat template; its own if left out."
-        ),
-    ] = None,
-    prompt: Annotated[
-        PromptForm,
-        typer.Option(help="task: says how to write the answer; plain: the question alone."),
-    ] = "task",
+    thinking: engines.Thinking = None,
+    prompt: engines.Prompt = "task",
     system: Annotated[str | None, typer.Option(help="System prompt of the chat template.")] = None,
     max_problems: Annotated[int | None, typer.Option(help="Only the first so many.")] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the run in --output.")
     ] = False,
-    device: Annotated[
-        str | None, typer.Option(help="Torch device; cpu if left out, with vllm its own.")
-    ] = None,
+    device: engines.Device = None,
     dtype: options.Dtype = "auto",
     activations: options.Activations = "checkpoint",
-    tp: Annotated[int, typer.Option(help="GPUs that share the model; vllm only.")] = 1,
-    concurrency: Annotated[
-        int, typer.Option(help="Answers decoded at once; vllm and servers.")
-    ] = 8,
-    timeout: Annotated[float, typer.Option(help="Seconds for one answer of a server.")] = 3600.0,
-    retries: Annotated[int, typer.Option(help="Further tries when a server fails.")] = 5,
+    tp: engines.TensorParallel = 1,
+    concurrency: engines.Concurrency = 8,
+    timeout: engines.Timeout = 3600.0,
+    retries: engines.Retries = 5,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     debug: options.Debug = False,
 ) -> None:
@@ -129,7 +112,7 @@ def score(
     stopped goes on with the same command and --resume.
     """
     with error_boundary(debug), ExitStack() as open_files:
-        if baseline and policy not in ("reset", "fixed"):
+        if baseline and policy not in (None, "reset", "fixed"):
             raise ValueError(f"--baseline and --policy {policy} exclude each other; drop one")
         config = options.policy_config(
             preset=preset,
@@ -145,7 +128,19 @@ def score(
         if recipe is not None:
             require_matplotlib()
             arms = read_recipe(recipe)
-        _check_engine_flags(engine, backend=backend, device=device, tp=tp, activations=activations)
+        choice = engines.Choice(
+            name=engine,
+            model=model,
+            backend=backend,
+            device=device,
+            dtype=dtype,
+            activations=activations,
+            tp=tp,
+            concurrency=concurrency,
+            timeout_s=timeout,
+            retries=retries,
+            thinking=thinking,
+        )
         if recipe is None:
             check_run_target(output_folder, resume=resume)
         loaded = load_task(task, data or (), max_problems=max_problems, ids=ids)
@@ -170,41 +165,7 @@ def score(
             for name in plans:
                 check_run_target(output_folder / name, resume=resume)
         _remark(loaded, plans, protection)
-        source: Engine
-        if engine.startswith(("http://", "https://")):
-            from reset.evaluate.engines.endpoint import HttpEngine
-
-            source = HttpEngine(
-                engine,
-                model,
-                concurrency=concurrency,
-                timeout_s=timeout,
-                retries=retries,
-                thinking=thinking,
-            )
-        elif engine == "vllm":
-            from reset.evaluate.engines.vllm import VllmEngine
-
-            source = VllmEngine(
-                model,
-                device=device,
-                dtype=dtype,
-                tensor_parallel=tp,
-                use_nvfp4r=backend == "nvfp4r",
-                thinking=thinking,
-                max_running=concurrency,
-            )
-        else:
-            from reset.evaluate.engines.hf import TransformersEngine
-
-            source = TransformersEngine(
-                model,
-                device=device or "cpu",
-                dtype=dtype,
-                activations=activations,
-                thinking=thinking,
-                needs_nvfp4=backend == "nvfp4r",
-            )
+        source = engines.open_engine(choice)
         for name, one in plans.items():
             notes().print(f"[dim]{name or task}: {one.config}[/dim]")
             _run_one(one, source, grader.grade, output_folder / name, resume, name or task)
@@ -225,6 +186,9 @@ def report_command(
     with error_boundary(debug):
         read_run(run_folder)
         _print_run(run_folder, as_json)
+
+
+app.command("check")(check)
 
 
 @app.command("compare")
@@ -258,30 +222,12 @@ def _run_one(
         raise
 
 
-def _check_engine_flags(
-    engine: str, *, backend: str, device: str | None, tp: int, activations: str
-) -> None:
-    """Refuses flags that the engine would ignore."""
-    is_server = engine.startswith(("http://", "https://"))
-    if engine not in ("hf", "vllm") and not is_server:
-        raise ValueError(
-            f"--engine is {engine!r}; need hf, vllm, or an address such as http://localhost:8000/v1"
-        )
-    if tp < 1 or (tp > 1 and engine != "vllm"):
-        raise ValueError(f"--tp is {tp}; it must be at least 1, and 1 unless --engine is vllm")
-    if is_server and (backend != "auto" or device is not None):
-        raise ValueError("a server chooses its own kernels and device; drop --backend and --device")
-    if activations != "checkpoint" and engine != "hf":
-        raise ValueError("--activations is for --engine hf; the others follow the checkpoint")
-    if device is not None or engine == "hf":
-        options.checked_device(device or "cpu")
-
-
 def _check_overlap(task: Task, preset: str | None) -> None:
     """Refuses to score on problems that the parameters were chosen on."""
-    if preset is None or not Path(preset).is_file():
+    place = split_preset(preset) if preset is not None else None
+    if place is None:
         return
-    used = set(json.loads(Path(preset).read_text(encoding="utf-8")).get("problems", []))
+    used = used_problems(read_entry(*place))
     both = [one.id for one in task.problems if text_sha256(one.question) in used]
     if both:
         raise ValueError(
@@ -294,14 +240,6 @@ def _make_folder(path: Path) -> None:
     if not path.parent.is_dir():
         raise ValueError(f"--output: folder {path.parent} does not exist; create it first")
     path.mkdir(exist_ok=True)
-
-
-def grader_versions() -> dict[str, str]:
-    """What decides grades beside this package."""
-    try:
-        return {"math-verify": metadata.version("math-verify")}
-    except metadata.PackageNotFoundError:
-        return {}  # only tasks that do not need it get this far
 
 
 def _remark(task: Task, plans: dict[str, RunPlan], protection: dict[str, bool]) -> None:

@@ -1,10 +1,10 @@
-"""Tables and progress of `reset-run`."""
+"""Tables and progress of `reset-run` and `reset-calibrate`."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,8 +19,10 @@ from rich.progress import (
 from rich.table import Table
 
 from nvfp4r.console import notes
+from reset.calibrate import Calibration
 from reset.evaluate.compare import Comparison
 from reset.evaluate.runner import Progress as OnProgress
+from reset.evaluate.soundness import Soundness
 from reset.evaluate.stats import Estimate
 
 
@@ -96,6 +98,66 @@ def comparison_table(comparison: Comparison) -> Table:
     return table
 
 
+def threshold_table(found: Calibration) -> Table:
+    """tau_0 and what it rests on."""
+    table = Table("tau_0", "95 % interval", "percentile", "problems", "tokens", "truncated")
+    ends = found.tau_0_interval
+    interval = "unknown for one problem" if len(found.problems) == 1 else "unknown"
+    if ends is not None:
+        interval = f"{ends['low']:.4f} .. {ends['high']:.4f}"
+    table.add_row(
+        f"{found.config['tau_0']:.4f} nats",
+        interval,
+        f"{found.percentile:g}" if found.problems else "given",
+        str(len(found.problems)),
+        str(sum(found.tokens)),
+        str(found.truncated),
+    )
+    return table
+
+
+def search_table(arms: Sequence[dict[str, Any]]) -> Table:
+    """One line an arm, as `arm_rows` makes them; differences in points."""
+    columns = ("arm", "score", "95 % interval", "tokens", "truncated", "in a loop")
+    table = Table(*columns, "from the best fixed", "interval, all arms together")
+    for arm in arms:
+        if arm["refused"]:
+            table.add_row(arm["name"], "no score", *[""] * 6)
+            continue
+        score, difference = arm["score"], arm["difference"]
+        table.add_row(
+            arm["name"],
+            _percent(score["mean"]),
+            "unknown" if score["low"] is None else _ends(score),
+            f"{arm['tokens_per_answer']:.0f}",
+            _percent(arm["truncated"]),
+            _percent(arm["looping"]),
+            "" if difference is None else f"{100 * difference['mean']:+.1f}",
+            "" if difference is None else _ends(difference, signed=True),
+        )
+    return table
+
+
+def soundness_table(arms: dict[str, Soundness]) -> Table:
+    """One line an arm of `reset-run check`; repetition and odd words of the last third."""
+    columns = ("arm", "tokens", "truncated", "blank or stuck", "in a loop", "repetition")
+    table = Table(*columns, "odd words", "verdict")
+    for name, found in arms.items():
+        shares = (found.truncated, found.degenerate, found.looping, found.repetition_rate)
+        table.add_row(
+            name,
+            f"{found.tokens_per_answer:.0f}",
+            *map(_percent, (*shares, found.odd_words)),
+            "; ".join(found.faults) or "sound",
+        )
+    return table
+
+
+def _ends(value: dict[str, float], *, signed: bool = False) -> str:
+    sign = "+" if signed else ""
+    return f"{100 * value['low']:{sign}.1f} .. {100 * value['high']:{sign}.1f}"
+
+
 def _percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.1f} %"
 
@@ -107,5 +169,4 @@ def _points(value: float | None) -> str:
 def _interval(value: Estimate, *, signed: bool = False) -> str:
     if math.isnan(value.low):
         return "unknown"
-    sign = "+" if signed else ""
-    return f"{100 * value.low:{sign}.1f} .. {100 * value.high:{sign}.1f}"
+    return _ends({"low": value.low, "high": value.high}, signed=signed)

@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 
 from reset.evaluate.stats import Estimate, score_estimate
-from reset.evaluate.text_checks import DEGENERATE_LIMIT, is_degenerate, repetition_rate
-
-LOOPING = 0.5
-"""An answer whose repetition rate is above this is caught in a loop."""
+from reset.evaluate.text_checks import (
+    DEGENERATE_LIMIT,
+    LOOPING,
+    is_degenerate,
+    repetition_rate,
+)
 
 
 @dataclass(frozen=True)

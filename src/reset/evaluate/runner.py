@@ -149,6 +149,7 @@ def run(
     problems = {problem.id: problem for problem in plan.task.problems}
     rows = [_problem_row(plan, engine, problem) for problem in plan.task.problems]
     with RunFolder(output, plan.settings(engine), rows, resume=resume) as folder:
+        _first_look(folder)  # a run that was stopped here is stopped again when it goes on
         done = {(sample["problem_id"], sample["sample"]) for sample in folder.samples}
         wanted = [
             (name, number)
@@ -181,12 +182,17 @@ def run(
             )
             tokens += answer.tokens
             if len(folder.samples) == _FIRST_LOOK:
-                refuse_degenerate(folder.samples, _HOPELESS)
+                _first_look(folder)
             if on_progress is not None:
                 on_progress(len(folder.samples), total, tokens)
         report = make_report(folder.samples, list(problems), plan.n_samples)
         folder.write_results(report.to_dict(), speed(folder.samples))
     return report
+
+
+def _first_look(folder: RunFolder) -> None:
+    if len(folder.samples) >= _FIRST_LOOK:
+        refuse_degenerate(folder.samples[:_FIRST_LOOK], _HOPELESS)
 
 
 def graded(answer: Answer, problem: Problem, grade: Grader) -> Graded:

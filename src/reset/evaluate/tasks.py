@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ _QUESTIONS = ("problem", "question", "prompt")
 OR = " or "
 """Between the answers of an "integer" problem that has several right ones."""
 
+_INTEGER = re.compile(r"-?\d{1,100}")
 _KINDS = ("maths", "integer", "choice", "code")
 _CODE_FIELDS = ("public_test_cases", "private_test_cases", "metadata", "starter_code")
 
@@ -105,6 +106,18 @@ def load_task(
     return Task(name, tuple(problems), sources, expected, plan.max_tokens)
 
 
+def read_problem(task: str, record: dict[str, Any], where: str) -> Problem:
+    """One record as task `task` reads it, named by its content.
+
+    Raises:
+        ValueError: no such task, or a missing or wrong field; `where` is named.
+    """
+    if task not in _PLANS:
+        raise ValueError(f"task is {task!r}; it must be one of {', '.join(TASKS)}")
+    problem = _PLANS[task].read(record, where)
+    return replace(problem, id=_content_id("problem", problem.question))
+
+
 def _problems(
     plan: _Plan,
     data: Sequence[Path],
@@ -118,7 +131,7 @@ def _problems(
     for record, where in records:
         problem = plan.read(record, where)
         if plan.read is _any and ids == "content":
-            problem = Problem(**{**asdict(problem), "id": _content_id("problem", problem.question)})
+            problem = replace(problem, id=_content_id("problem", problem.question))
         yield problem, where
 
 
@@ -160,12 +173,18 @@ def _aime(record: dict[str, Any], where: str) -> Problem:
 def _aime_answer(text: str, where: str) -> str:
     """The integer of "033" or "336^\\circ"; "80 or 81" where a contest accepted two."""
     bare = re.sub(r"\(.*?\)|\^\\circ|\$", "", text).strip()
-    parts = [part.strip() for part in bare.split(" or ")]
-    if not all(re.fullmatch(r"\d{1,3}", part) for part in parts):
+    parts = _accepted(bare)
+    if not parts or not all(0 <= part <= 999 for part in parts):
         raise ValueError(
             f"{where}: the answer is {text!r}, need an integer from 0 to 999; correct the file"
         )
-    return OR.join(str(int(part)) for part in parts)
+    return OR.join(map(str, parts))
+
+
+def _accepted(text: str) -> list[int]:
+    """The integers of "80", or of "080 or 081"; none if it is something else."""
+    parts = [part.strip() for part in text.split(OR)]
+    return [int(part) for part in parts] if all(map(_INTEGER.fullmatch, parts)) else []
 
 
 def _gsm8k(record: dict[str, Any], where: str) -> Problem:
@@ -231,13 +250,18 @@ def _any(record: dict[str, Any], where: str) -> Problem:
         raise ValueError(f'{where}: "kind" is {kind!r}; it must be one of {", ".join(_KINDS)}')
     if kind == "code":
         return _code(str(record.get("id", where)), question, record, where)
-    answer = _answer(record, where)
+    answer, several = _answers(record, where)
+    if several and kind == "maths":
+        kind = "integer"
     if kind == "choice" and answer not in LETTERS[: len(choices)]:
         raise ValueError(
             f'{where}: "answer" is {answer!r}, need the letter of one of {len(choices)} choices'
         )
-    if kind == "integer" and not re.fullmatch(r"-?\d+", answer):
-        raise ValueError(f'{where}: "answer" is {answer!r}, need an integer')
+    if kind == "integer":
+        accepted = _accepted(answer)
+        if not accepted:
+            raise ValueError(f'{where}: "answer" is {answer!r}, need an integer')
+        answer = OR.join(map(str, accepted))
     return Problem(
         id=str(record.get("id", where)),
         question=question,
@@ -248,12 +272,32 @@ def _any(record: dict[str, Any], where: str) -> Problem:
     )
 
 
-def _answer(record: dict[str, Any], where: str) -> str:
-    """A number is as good as its text; true and false are not."""
+def _answers(record: dict[str, Any], where: str) -> tuple[str, bool]:
+    """The right answer, and whether there are several: then they are integers, joined by OR.
+
+    Several are a list, or "080 or 081 (both were accepted)" as contests put it. "2 or 3" alone may
+    as well mean that both belong to the answer, so it is refused. A number is as good as its text;
+    true and false are not.
+    """
     value = record.get("answer")
+    if isinstance(value, list):
+        parts = [_text({"answer": one}, ("answer",), where) for one in value]
+        if not parts or not all(map(_INTEGER.fullmatch, parts)):
+            raise ValueError(
+                f'{where}: "answer" is {value!r}; a list holds every integer that is accepted'
+            )
+        return OR.join(parts), True
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return str(value)
-    return _text(record, ("answer",), where)
+        return str(value), False
+    text = _text(record, ("answer",), where)
+    bare, _, remark = text.partition("(")
+    several = len(_accepted(bare)) > 1
+    if several and record.get("kind", "maths") == "maths" and "accepted" not in remark:
+        raise ValueError(
+            f'{where}: "answer" is {text!r}: if each is right, write a list; if both belong to the '
+            "answer, write a set: {...}"
+        )
+    return (bare.strip(), True) if several else (text, False)
 
 
 def _text(record: dict[str, Any], names: tuple[str, ...], where: str) -> str:

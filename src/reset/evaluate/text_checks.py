@@ -16,6 +16,10 @@ DEGENERATE_LIMIT = 0.05
 """A larger share of degenerate answers than this says that the set-up is broken, not the model."""
 
 
+LOOPING = 0.5
+"""An answer whose repetition rate is above this is caught in a loop."""
+
+
 def is_degenerate(text: str) -> bool:
     """True if an answer is blank, or more than half of it is one word or one sign.
 

@@ -48,6 +48,8 @@ def serving(script: Script) -> Iterator[Script]:
     lock = threading.Lock()
 
     class Handler(BaseHTTPRequestHandler):
+        disable_nagle_algorithm = True  # else each answer waits 40 ms for an acknowledgement
+
         def do_GET(self) -> None:  # the name that http.server calls
             if self.path == "/v1/models":
                 entry = {"id": "toy", "owned_by": script.owner, "root": "/models/toy"}

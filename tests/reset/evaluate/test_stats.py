@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from reset.evaluate.stats import (
+    all_differences,
     bootstrap_means,
     estimate,
     paired_difference,
@@ -113,3 +114,90 @@ def test_one_problem_has_a_mean_and_nothing_else():
 def test_bad_arguments_are_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+# ---- many arms at once --------------------------------------------------------------------------
+
+
+def exact_p(one, other):
+    """Of each pair, adjusted for all: the share of all 2^P flips whose largest |t| is as large."""
+    pairs = np.array([a - b for a in one for b in other])
+
+    def t(values):
+        error = values.std(axis=-1, ddof=1) / math.sqrt(values.shape[-1])
+        return np.abs(values.mean(axis=-1)) / error
+
+    signs = np.array(list(product([-1.0, 1.0], repeat=pairs.shape[1])))
+    largest = t(signs[:, None, :] * pairs).max(axis=1)
+    return np.array([(largest >= value - 1e-9).mean() for value in t(pairs)])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_an_interval_leaves_0_out_where_the_exact_adjusted_test_shows_a_difference(seed):
+    """Three arms against two on ten problems: all 1,024 flips are counted."""
+    generator = np.random.default_rng(seed)
+    one = generator.uniform(0, 1, (3, 10)) * [[1.0], [0.6], [1.0]]
+    other = one[:2] - generator.uniform(-0.2, 0.5, (2, 10))
+    p = exact_p(one, other)
+    assert np.abs(p - 0.05).min() > 0.003, "too near the level for 10,000 random flips to agree"
+    found = all_differences(one, other)
+    shown = (found.low > 0) | (found.high < 0)
+    assert shown.ravel().tolist() == (p < 0.05).tolist()
+    assert found.mean == pytest.approx(one.mean(axis=1)[:, None] - other.mean(axis=1))
+    assert found.mean - found.low == pytest.approx(found.high - found.mean)
+
+
+def test_the_exact_tests_of_these_seeds_show_some_pairs_and_not_others():
+    generator = np.random.default_rng(0)
+    one = generator.uniform(0, 1, (3, 10)) * [[1.0], [0.6], [1.0]]
+    p = exact_p(one, one[:2] - generator.uniform(-0.2, 0.5, (2, 10)))
+    assert 0 < (p < 0.05).sum() < 6
+
+
+def test_all_intervals_hold_together():
+    """Twenty-four pairs with different truths; a pair's own interval would fail far more often."""
+    generator = np.random.default_rng(2)
+    truth = np.linspace(-0.1, 0.1, 10)
+    missed = missed_alone = 0
+    for seed in range(150):
+        base = generator.uniform(0.2, 0.8, 50)
+        scores = generator.binomial(4, (base + truth[:, None])) / 4
+        found = all_differences(scores[:6], scores[6:], seed=seed, flips=999)
+        true = truth[:6, None] - truth[6:]
+        missed += bool(((found.low > true) | (found.high < true)).any())
+        pairs = scores[:6, None] - scores[6:]
+        error = pairs.std(axis=2, ddof=1) / math.sqrt(50)
+        missed_alone += bool((np.abs(pairs.mean(axis=2) - true) > 1.96 * error).any())
+    assert missed <= 0.05 * 150 + 5  # two standard errors of that count
+    assert missed_alone > 0.3 * 150
+
+
+def test_arms_that_never_differ_may_still_differ_elsewhere():
+    """Exact: with 30 problems alike, a share up to 1 - 0.05^(1/30) of others may differ."""
+    scores = np.eye(3, 30)[:1]
+    found = all_differences(scores, scores)
+    assert found.mean.tolist() == [[0.0]]
+    assert found.high[0, 0] == pytest.approx(1 - 0.05 ** (1 / 30))
+    assert found.low[0, 0] == -found.high[0, 0]
+
+
+@pytest.mark.parametrize("problems", [1, 4])
+def test_a_handful_of_problems_shows_nothing_however_large_the_difference_is(problems):
+    found = all_differences(np.ones((2, problems)), np.zeros((1, problems)))
+    assert found.low.tolist() == [[-1.0], [-1.0]]
+    assert found.high.tolist() == [[1.0], [1.0]]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "level", "message"),
+    [
+        (np.ones((2, 3)), np.ones((2, 4)), 0.95, r"shapes \(2, 3\) and \(2, 4\)"),
+        (np.ones(3), np.ones((2, 3)), 0.95, r"need \[A, P\], \[B, P\]"),
+        (np.ones((0, 3)), np.ones((2, 3)), 0.95, "need at least one"),
+        (np.ones((1, 0)), np.ones((1, 0)), 0.95, "need at least one"),
+        (np.ones((1, 3)), np.ones((1, 3)), 1.0, "level is 1.0"),
+    ],
+)
+def test_scores_that_cannot_be_compared(one, other, level, message):
+    with pytest.raises(ValueError, match=message):
+        all_differences(one, other, level=level)

@@ -8,7 +8,10 @@ from dataclasses import replace
 
 import pytest
 
+from reset.evaluate.graders import Grader
 from reset.evaluate.graders.hidden_tests import encode_hidden, load_tests
+from reset.evaluate.problems import Answer
+from reset.evaluate.runner import graded
 from reset.evaluate.tasks import TASKS, load_task
 
 
@@ -127,6 +130,25 @@ def test_jsonl_tells_kinds_and_names_problems_by_place_or_content(tmp_path):
     assert all(problem.id.startswith("problem-") for problem in named)
 
 
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"answer": [80, "081"]},
+        {"answer": "080 or 081 (both were accepted)"},
+        {"answer": "080 or 81", "kind": "integer"},
+    ],
+)
+def test_any_of_several_accepted_answers_is_right(tmp_path, record):
+    (problem,) = load_task(
+        "jsonl", [write(tmp_path, {"id": "1", "question": "Q", **record})]
+    ).problems
+    assert (problem.kind, problem.answer) == ("integer", "80 or 81")
+    with Grader() as grader:
+        for number, right in ((80, True), (81, True), (82, False)):
+            answer = Answer(rf"So \boxed{{{number}}}.", "stop", 5)
+            assert graded(answer, problem, grader.grade).correct is right
+
+
 GOOD = {"id": "1", "question": "Q", "answer": "1"}
 
 
@@ -144,6 +166,10 @@ GOOD = {"id": "1", "question": "Q", "answer": "1"}
         ([""], "holds no problem; need at least one"),
         ([{**GOOD, "kind": "essay"}], "line 1: \"kind\" is 'essay'"),
         ([{**GOOD, "kind": "integer", "answer": "x"}], "need an integer"),
+        ([{**GOOD, "answer": "2 or 3"}], "if each is right, write a list; if both belong to the"),
+        ([{**GOOD, "answer": ["1/2", "3"]}], "a list holds every integer that is accepted"),
+        ([{**GOOD, "answer": []}], "a list holds every integer that is accepted"),
+        ([{**GOOD, "answer": [True]}], 'line 1: has no "answer"'),
         ([{**GOOD, "choices": ["a", "b"], "answer": "C"}], "need the letter of one of 2 choices"),
         ([{**GOOD, "choices": "ab"}], '"choices" must be a list of texts'),
         ([{**GOOD, "kind": "code"}], "line 1: problem 1: has no tests"),

@@ -7,7 +7,7 @@ an answer would depend on its neighbours. Use vLLM for speed.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from reset.calibrate import folder_sha256
 from reset.evaluate.engines import Request
@@ -18,6 +18,9 @@ from reset.evaluate.engines.chat import (
     template_sha256,
 )
 from reset.evaluate.problems import Answer
+
+if TYPE_CHECKING:
+    from reset.engine import Engine as LoadedModel
 
 
 class TransformersEngine:
@@ -64,6 +67,11 @@ class TransformersEngine:
             "chat_template_sha256": template_sha256(self._engine.tokenizer),
             "versions": package_versions(),
         }
+
+    @property
+    def loaded(self) -> LoadedModel:
+        """The model itself, for those who need more of it than answers."""
+        return self._engine
 
     def describe(self) -> dict[str, Any]:
         return self._about

@@ -11,6 +11,7 @@ and no engine.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from importlib import metadata
 from types import TracebackType
 
 from reset.evaluate.graders.choice import grade_choice
@@ -21,7 +22,7 @@ from reset.evaluate.graders.sandbox import Limits, SandboxError, run
 from reset.evaluate.graders.verdict import Grade
 from reset.evaluate.problems import Answer, Problem
 
-__all__ = ["Grade", "Grader", "Limits", "SandboxError", "grade"]
+__all__ = ["Grade", "Grader", "Limits", "SandboxError", "grade", "grader_versions"]
 
 
 class Grader:
@@ -83,6 +84,14 @@ class Grader:
 
     def close(self) -> None:
         self._maths.close()
+
+
+def grader_versions() -> dict[str, str]:
+    """What decides grades beside this package."""
+    try:
+        return {"math-verify": metadata.version("math-verify")}
+    except metadata.PackageNotFoundError:
+        return {}  # only tasks that do not need it get this far
 
 
 def grade(answer: Answer, problem: Problem) -> Grade:
