@@ -34,10 +34,10 @@ def row_chunks(
 ) -> Iterator[slice]:
     """Slices that cover `rows`, so small that temporaries made for one of them do not matter.
 
-    In float64 a chunk takes 4 MiB on a CPU, which its cache holds, and 16 MiB elsewhere, where
+    In float64 a chunk takes 2 MiB on a CPU, which its cache holds, and 16 MiB elsewhere, where
     launching each step costs more than running it. A chunk has at least one row.
     """
-    elements = 1 << 19 if device.type == "cpu" else 1 << 21
+    elements = 1 << 18 if device.type == "cpu" else 1 << 21
     step = max(1, elements // columns)
     for start in range(0, rows, step):
         yield slice(start, min(rows, start + step))

@@ -1,0 +1,1 @@
+"""Experiments that can be re-run anywhere; not part of the wheel."""
