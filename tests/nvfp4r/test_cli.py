@@ -49,6 +49,20 @@ def test_inspect_shows_one_line_for_repeated_layers(quantised):
     assert "no problems" in text
 
 
+def test_a_narrow_terminal_loses_columns_and_not_the_names(quantised, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    text = run("inspect", quantised).stdout
+    assert "model.layers.*.self_attn.q_proj" in text
+    assert all(len(line) <= 80 for line in text.splitlines()[:10])
+    assert "for want of width, without: input scale, block scales" in text
+    assert "for want of width" not in run_wide(quantised, monkeypatch)
+
+
+def run_wide(quantised, monkeypatch) -> str:
+    monkeypatch.delenv("COLUMNS")
+    return run("inspect", quantised).stdout
+
+
 def test_inspect_all_shows_every_layer(quantised):
     text = run("inspect", quantised, "--all").stdout
     for layer in (0, 1):

@@ -151,7 +151,7 @@ def test_force_replaces_an_old_output(model, tmp_path):
             ["--activations", "nvfp4", "--calib-data", "x.txt", "--headroom", "0.5"],
             "--headroom is 0.5, need a finite factor >= 1",
         ),
-        (["--method", "gptq"], "method is 'gptq', need one of rtn"),
+        (["--method", "gtpq"], "method is 'gtpq', need one of rtn, four-over-six, brq, gptq"),
         (["--device", "tpu"], "--device is 'tpu', need cpu, cuda or cuda:N"),
         (["--exclude", "*.dwon_proj"], "exclusion pattern '*.dwon_proj' covers none"),
         (["--exclude", "*.q_proj"], "covers model.layers.0.self_attn.q_proj but not"),
@@ -277,7 +277,7 @@ def test_the_module_runs_as_a_program(model, tmp_path):
     assert "bits" in done.stdout
     assert "quantising" in done.stderr
     assert "bits" not in done.stderr
-    refused = subprocess.run([*command, "--method", "gptq"], capture_output=True, text=True)
+    refused = subprocess.run([*command, "--method", "gtpq"], capture_output=True, text=True)
     assert refused.returncode == 2
     assert refused.stdout == ""
-    assert refused.stderr.startswith("Error: method is 'gptq'")
+    assert refused.stderr.startswith("Error: method is 'gtpq'")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from reset.analyze.study import Row, Study, output_files
@@ -26,6 +27,8 @@ _LOOKS: tuple[dict[str, Any], ...] = (
     {"color": "#c2500a", "linestyle": "--", "marker": "s"},
     {"color": "#2f78b7", "linestyle": ":", "marker": "^"},
     {"color": "#0f7f6b", "linestyle": "-.", "marker": "D"},
+    {"color": "#8a4fa3", "linestyle": (0, (4, 1, 1, 1, 1, 1)), "marker": "v"},
+    {"color": "#7a6a00", "linestyle": (0, (1, 3)), "marker": "P"},
 )
 
 
@@ -143,7 +146,7 @@ def _steps(study: Study, figure: Figure) -> None:
     figure.colorbar(mesh, ax=axes, label="tokens")
     groups = study.tables["groups"]
     means = [row["step_mean_nats"] for row in groups]
-    for look, percentile in zip(_LOOKS[1:], (50, 80, 99), strict=True):
+    for look, percentile in zip(_LOOKS[1:4], (50, 80, 99), strict=True):
         heights = [row[f"p{percentile}_nats"] for row in groups]
         axes.plot(means, heights, label=f"{percentile}th percentile of the tokens", **look)
     top = max(xs[-1], 1e-6)
@@ -215,9 +218,43 @@ def _span(rows: Sequence[Row], start: int) -> str:
     return f"{start}+" if end is None else str(start) if end == start else f"{start}-{end}"
 
 
+def _weights(study: Study, figure: Figure) -> None:
+    title = f"{study.sources[0]['model']}: weights in NVFP4 against the source; bars: best to worst"
+    axes = _axes(figure, title, "kind of layer", "relative error of a layer (%)")
+    rows = study.tables["layers"]
+    kinds = list(dict.fromkeys(row["kind"] for row in rows))
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    width = 0.7 / len(methods)
+    for number, method in enumerate(methods):
+        look = _LOOKS[number % len(_LOOKS)]
+        aside = width * (number - (len(methods) - 1) / 2)
+        places, middles, below, above = [], [], [], []
+        for place, kind in enumerate(kinds):
+            errors = [
+                100 * row["relative_error"]
+                for row in rows
+                if (row["method"], row["kind"]) == (method, kind)
+                and row["relative_error"] is not None
+            ]
+            if errors:
+                middle = median(errors)
+                places.append(place + aside)
+                middles.append(middle)
+                below.append(middle - min(errors))
+                above.append(max(errors) - middle)
+        plain = {"color": look["color"], "marker": look["marker"], "linestyle": "none"}
+        axes.errorbar(
+            places, middles, yerr=[below, above], label=f"{method}, median", capsize=2, **plain
+        )
+    axes.set_xticks(range(len(kinds)), kinds)
+    axes.set_ylim(bottom=0)
+    _legend(figure)
+
+
 _DRAW: Mapping[str, Callable[[Study, Figure], None]] = {
     "distribution": _distribution,
     "steps": _steps,
     "shift": _shift,
     "estimators": _estimators,
+    "weights": _weights,
 }

@@ -90,9 +90,11 @@ def test_perplexity(folder, tmp_path):
     flags = ("--model", folder / "toy", "--data", text, "--context", 64, "--max-tokens", 100)
     result = json.loads(run("perplexity", *flags, "--json", "--output", output).stdout)
     assert result == json.loads(output.read_text())
-    assert (result["context"], result["stride"], result["text_tokens"]) == (64, 64, 100)
-    assert (result["windows"], result["tokens"]) == (2, 98)
-    assert result["perplexity"] > 1
+    assert (result["protocol"]["context"], result["protocol"]["stride"]) == (64, 64)
+    (row,) = result["models"]
+    assert (row["text_tokens"], row["windows"], row["tokens"]) == (100, 2, 98)
+    assert (row["format"], row["method"], row["change"]) == ("float32", None, None)
+    assert row["perplexity"] > 1
     assert "perplexity" in run("perplexity", *flags, "--stride", 32).stdout
 
 
@@ -188,7 +190,8 @@ def test_perplexity_of_a_real_model_is_what_transformers_says(smollm2, tmp_path)
     ids = AutoTokenizer.from_pretrained(smollm2)(text.read_text(), return_tensors="pt").input_ids
     with torch.no_grad():
         loss = float(model(input_ids=ids, labels=ids).loss)
-    found = json.loads(run("perplexity", "--model", smollm2, "--data", text, "--json").stdout)
+    result = json.loads(run("perplexity", "--model", smollm2, "--data", text, "--json").stdout)
+    (found,) = result["models"]
     assert found["tokens"] == ids.shape[1] - 1
     # The logits are the same; both means are float32 or better.
     assert found["mean_nll_nats"] == pytest.approx(loss, rel=1e-5)

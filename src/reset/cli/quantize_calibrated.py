@@ -1,0 +1,174 @@
+"""The part of `reset-quantize` that runs the model: calibration texts, and what comes of them.
+
+Imported when it is needed: transformers takes seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.markup import escape
+from torch import Tensor
+
+from nvfp4r import hf_awq, hf_sequential
+from nvfp4r.calibration import calibrate
+from nvfp4r.console import count_progress, notes, step_progress
+from nvfp4r.convert import TensorSource
+from nvfp4r.dialects import Activations
+from nvfp4r.methods import Method, gptq
+from nvfp4r.methods.folding import fold_points
+from nvfp4r.selection import ConversionPlan
+from nvfp4r.work_folder import WorkFolder
+from reset.cli.source_model import load_source_model, load_tokenizer, token_rows
+from reset.texts import read_texts
+
+
+def check_method_fits(plan: ConversionPlan, method: Method) -> None:
+    """Refuses a calibrated method that cannot do this model, or whose packages are missing.
+
+    Reads nothing but what the plan holds.
+
+    Raises:
+        ValueError: another architecture is needed; names what does not fit.
+        ImportError: a package is missing.
+    """
+    if method.name in gptq.METHODS:
+        hf_sequential.check_architecture(plan)
+    elif method.calibrated:
+        fold_points(plan)
+        hf_awq.require_modelopt()
+
+
+def calibration_rows(
+    plan: ConversionPlan, data: str, samples: int, max_tokens: int
+) -> list[Tensor]:
+    """Token ids of the calibration texts; says so if there is less of them than asked for."""
+    context = plan.config.get("max_position_embeddings")
+    if isinstance(context, int):
+        max_tokens = min(max_tokens, context)
+    rows = token_rows(read_texts(data, samples), load_tokenizer(plan.source), max_tokens)
+    if len(rows) < samples:
+        notes().print(f"{escape(data)} holds {len(rows)} texts; all are used", soft_wrap=True)
+    longest = max(len(row) for row in rows)
+    if longest < max_tokens:
+        total = sum(len(row) for row in rows)
+        notes().print(
+            f"the longest text of {escape(data)} has {longest} tokens, fewer than {max_tokens}; "
+            f"what there is is used, {total:,} tokens in all",
+            soft_wrap=True,
+        )
+    return rows
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What running the model over texts is to give.
+
+    Attributes:
+        rows: token ids [T] int64 of each text.
+        device: where the model runs.
+        activations: "nvfp4" asks for the largest inputs too.
+        work: finished layers, of methods that keep them.
+        damping: of gptq and mr-gptq.
+    """
+
+    plan: ConversionPlan
+    method: Method
+    rows: list[Tensor]
+    device: torch.device
+    activations: Activations
+    damping: float
+    work: WorkFolder | None
+
+    @classmethod
+    def begin(
+        cls,
+        plan: ConversionPlan,
+        method: Method,
+        rows: list[Tensor],
+        device: torch.device,
+        *,
+        output: Path,
+        activations: Activations,
+        damping: float | None,
+    ) -> Calibration:
+        """Finds the finished layers of the same command, if it was ended before.
+
+        Raises:
+            ValueError: they are of a command with other settings.
+        """
+        damping = gptq.DAMPING if damping is None else damping
+        work = None
+        if method.name in gptq.METHODS:
+            work = hf_sequential.work_folder(
+                output,
+                plan,
+                rows,
+                device,
+                method=method.name,
+                activations=activations,
+                damping=damping,
+            )
+        return cls(plan, method, rows, device, activations, damping, work)
+
+    def run(
+        self, maxima: Mapping[str, float]
+    ) -> tuple[TensorSource | None, dict[str, Tensor] | None]:
+        """What to store, for calibrated methods, and the largest inputs, for W4A4."""
+        if self.work is not None:
+            if self.work.path.exists():
+                notes().print(
+                    f"going on with the finished layers in {escape(str(self.work.path))}",
+                    soft_wrap=True,
+                )
+            with step_progress("calibrating", "layers") as step:
+                return hf_sequential.gptq_tensors(
+                    self.plan,
+                    self.rows,
+                    self.device,
+                    method=self.method.name,
+                    maxima=maxima,
+                    work=self.work,
+                    activations=self.activations,
+                    damping=self.damping,
+                    progress=step,
+                )
+        if self.method.calibrated:
+            with step_progress("calibrating", "passes") as step:
+                return hf_awq.awq_tensors(
+                    self.plan,
+                    self.rows,
+                    self.device,
+                    lambda done, total: step("", done, total),
+                    activations=self.activations,
+                )
+        model = load_source_model(self.plan.source, self.device)
+        with count_progress("calibrating", len(self.rows), "texts") as advance:
+            return None, calibrate(
+                model,
+                self.rows,
+                list(self.plan.quantised),
+                lambda done, tokens: advance(done),
+                rotation=self.method.rotation,
+            )
+
+    def report(self, data: str) -> dict[str, Any]:
+        """Its part of the report; to be asked for before `finish`."""
+        found: dict[str, Any] = {
+            "data": data,
+            "samples": len(self.rows),
+            "tokens": sum(row.numel() for row in self.rows),
+        }
+        if self.work is not None:
+            found["damping"] = self.damping
+            found["inputs"] = hf_sequential.finished_records(self.work)
+        return found
+
+    def finish(self) -> None:
+        """Removes the finished layers, once the checkpoint is whole."""
+        if self.work is not None:
+            self.work.remove()
