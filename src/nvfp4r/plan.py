@@ -53,6 +53,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 MAX_SMALL_M = 8
@@ -169,6 +170,7 @@ class Plan:
     passes: int = 1
 
 
+@lru_cache(maxsize=1 << 14)  # every layer asks again at every step; the answer is immutable
 def choose_plan(
     M: int, N: int, K: int, order: str, device: DeviceFacts, quantised: bool = False
 ) -> Plan:
