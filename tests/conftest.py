@@ -4,6 +4,7 @@
 |-----------|---------------------------------------------|--------------------------|
 | `model`   | SmolLM2-135M in .cache (`make model`)       | skipped; in CI a failure |
 | `browser` | Chromium on PATH                            | skipped; in CI a failure |
+| `modelopt`| the package nvidia-modelopt                 | skipped; in CI a failure |
 | `gpu`     | a CUDA GPU that torch finds                 | skipped                  |
 | `vllm`    | the package vllm                            | skipped                  |
 
@@ -48,6 +49,8 @@ def missing(marker: str) -> str | None:
         return f"no SmolLM2-135M in {MODEL}; fetch it with: make model"
     if marker == "browser" and find_browser() is None:
         return f"none of {', '.join(BROWSERS)} on PATH; install one (Debian: apt install chromium)"
+    if marker == "modelopt" and importlib.util.find_spec("modelopt") is None:
+        return "the package modelopt is not installed; pip install 'reset-decoding[awq]'"
     if marker == "vllm" and importlib.util.find_spec("vllm") is None:
         return "the package vllm is not installed; make test-vllm sets up an environment"
     if marker == "gpu":
@@ -60,12 +63,12 @@ def missing(marker: str) -> str | None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    for marker in ("model", "browser", "vllm", "gpu"):
+    for marker in ("model", "browser", "modelopt", "vllm", "gpu"):
         if item.get_closest_marker(marker) is None:
             continue
         reason = missing(marker)
         if reason is not None:
-            if os.environ.get("CI") and marker in ("model", "browser"):
+            if os.environ.get("CI") and marker in ("model", "browser", "modelopt"):
                 pytest.fail(f"{reason} (in CI this is a failure)", pytrace=False)
             pytest.skip(reason)
 

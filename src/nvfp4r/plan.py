@@ -181,7 +181,7 @@ def choose_plan(
         N: outputs, >= 1.
         K: inputs, a multiple of 16.
         order: bit order of the packed weight, "bf16" or "f16"; also the activations' dtype.
-        quantised: whether x is rounded to NVFP4 on the way.
+        quantised: whether x is rounded to NVFP4, or rotated, on the way.
 
     Raises:
         ValueError: a size is out of range, or an unknown order.

@@ -1,14 +1,11 @@
 """AWQ through NVIDIA Model-Optimizer, on two-layer models.
 
-Those that use the fixture `modelopt` fail in CI where the package is missing; elsewhere they are
-skipped.
+Those that search are marked `modelopt`.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import logging
-import os
 import sys
 from functools import partial
 
@@ -27,17 +24,7 @@ from tests.nvfp4r.methods.test_folding import folded_model
 ROWS = partial(token_rows, 60, 45, 80)
 
 
-@pytest.fixture
-def modelopt():
-    """For tests that search; importing the package takes seconds."""
-    if importlib.util.find_spec("modelopt") is None:
-        reason = "the package modelopt is not installed; pip install nvidia-modelopt"
-        if os.environ.get("CI"):
-            pytest.fail(f"{reason} (in CI this is a failure)", pytrace=False)
-        pytest.skip(reason)
-
-
-@pytest.mark.usefixtures("modelopt")
+@pytest.mark.modelopt
 @pytest.mark.parametrize("activations", ["none", "nvfp4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_awq_leaves_the_model_and_lowers_output_errors(tmp_path, dtype, activations):
@@ -75,7 +62,7 @@ def test_awq_leaves_the_model_and_lowers_output_errors(tmp_path, dtype, activati
         assert error <= plain_error * (1 if name in stored.folds.columns else 1 + 1e-6)
 
 
-@pytest.mark.usefixtures("modelopt")
+@pytest.mark.modelopt
 def test_the_checkpoint_is_an_ordinary_one(tmp_path, caplog):
     model = saved_model(tmp_path / "source", kv_heads=2)
     plan = plan_of(tmp_path / "source")
