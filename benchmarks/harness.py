@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import date
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,7 @@ def record(bench: str, impl: str, **figures: Any) -> None:
     print(f"{bench:10} {impl:24} " + "  ".join(f"{k}={v}" for k, v in rounded.items()), flush=True)
 
 
+@cache  # it asks nvidia-smi and git, for every line
 def machine() -> dict[str, Any]:
     """Where and with what a measurement was taken."""
     has_gpu = torch.cuda.is_available()

@@ -22,9 +22,10 @@ import torch.nn.functional as F
 from harness import record
 from nvfp4r.bench_matrix import random_weight
 from nvfp4r.format import NVFP4Tensor
-from nvfp4r.launches import Layer, device_facts, plan_for, run_plan
+from nvfp4r.launches import Layer, plan_for, required_facts, run_plan
 from nvfp4r.ops import linear
-from nvfp4r.packed import pack
+from nvfp4r.packed import PackedWeight, pack
+from nvfp4r.plan import Plan
 from nvfp4r.timing import Call, copies_of, graph_us, read_bandwidth
 
 SHAPES = {
@@ -44,22 +45,21 @@ SHAPES = {
 ROTATED_BYTES = 320_000_000
 
 
-def ours(weights: list[NVFP4Tensor], M: int, pdl: bool) -> list[Call]:
+def plan_of(M: int, N: int, K: int) -> Plan:
+    """What the op uses on the current GPU."""
+    index = torch.cuda.current_device()
+    return plan_for(M, N, K, "bf16", required_facts(index), index)
+
+
+def ours(packed: list[PackedWeight], plan: Plan | None = None) -> list[Call]:
+    """The op, or the kernel of a plan."""
     calls: list[Call] = []
-    for weight in weights:
-        packed = pack(weight, "bf16")
-        sizes = (packed.N, packed.K)
-        stored = (packed.tiles, packed.alpha, None, None)
-        if pdl:
-            calls.append(lambda x, a=(*stored, *sizes, "bf16"): linear(x, *a))
+    for weight in packed:
+        stored = (weight.tiles, weight.alpha, None, None, weight.N, weight.K, "bf16")
+        if plan is None:
+            calls.append(lambda x, a=stored: linear(x, *a))
         else:
-            index = torch.cuda.current_device()
-            plan = plan_for(M, *sizes, "bf16", device_facts(index), index)
-            if plan.path == "unpack":
-                return []
-            plan = replace(plan, pdl=False)
-            layer = Layer(*stored, *sizes, "bf16")
-            calls.append(lambda x, v=layer, p=plan: run_plan(p, x, v))
+            calls.append(lambda x, v=Layer(*stored), p=plan: run_plan(p, x, v))
     return calls
 
 
@@ -98,10 +98,9 @@ def _apply_marlin(fp4: Any, layer: Any, x: torch.Tensor, N: int, K: int) -> torc
     )
 
 
-def check(name: str, call: Call, weight: NVFP4Tensor, x: torch.Tensor) -> None:
+def check(name: str, y: torch.Tensor, truth: torch.Tensor) -> None:
     """Relative error per row against float64, before anything is timed."""
-    truth = x.double() @ weight.dequantize(torch.float32).double().T
-    error = ((call(x).double() - truth).norm(dim=1) / truth.norm(dim=1)).max().item()
+    error = ((y.double() - truth).norm(dim=1) / truth.norm(dim=1)).max().item()
     if not error < 2**-7:
         raise AssertionError(f"{name}: relative error {error}")
 
@@ -117,40 +116,54 @@ def main() -> None:
     record("linear", "read", tb_per_s=read)
     ratios: dict[int, list[float]] = {M: [] for M in tokens}
     for name in names:
-        N, K = SHAPES[name]
-        stored_bytes = N * K * 9 // 16
-        copies = copies_of(stored_bytes, ROTATED_BYTES)
-        weights = [random_weight(N, K) for _ in range(copies)]
-        dense_copies = max(2, math.ceil(ROTATED_BYTES / (N * K * 2)))
-        dense = [w.dequantize(torch.bfloat16) for w in weights[:dense_copies]]
-        bf16: list[Call] = [lambda x, w=w: F.linear(x, w) for w in dense]
-        stock = marlin(weights)
-        for M in tokens:
-            x = torch.randn(M, K, device="cuda").bfloat16()
-            times = {}
-            for impl, calls in (
-                ("nvfp4r", ours(weights, M, pdl=True)),
-                ("nvfp4r_no_pdl", ours(weights, M, pdl=False)),
-                ("marlin", stock),
-                ("bf16", bf16),
-            ):
-                if not calls:
-                    continue
-                check(f"{name} {impl}", calls[0], weights[0], x)
-                figures = graph_us(calls, x)
-                times[impl] = figures["median_us"]
-                size = N * K * 2 if impl == "bf16" else stored_bytes
-                speed = size / times[impl] / 1e6
-                if speed > 1.05 * read:
-                    raise AssertionError(f"{name} {impl}: {speed:.2f} TB/s exceeds the memory")
-                figures |= {"tb_per_s": speed, "of_read": speed / read}
-                record("linear", impl, shape=name, M=M, N=N, K=K, **figures)
-            if "marlin" in times:
-                ratios[M].append(times["marlin"] / times["nvfp4r"])
+        for M, ratio in measure(name, tokens, read).items():
+            ratios[M].append(ratio)
     for M, values in ratios.items():
         if values:
             mean = math.exp(sum(map(math.log, values)) / len(values))
             record("linear", "over_marlin", M=M, geometric_mean=mean, worst=min(values))
+
+
+def measure(name: str, tokens: list[int], read: float) -> dict[int, float]:
+    """Every implementation at every M; times as fast as Marlin, by M, where there is Marlin."""
+    N, K = SHAPES[name]
+    stored_bytes = N * K * 9 // 16
+    weights = [random_weight(N, K) for _ in range(copies_of(stored_bytes, ROTATED_BYTES))]
+    packed = [pack(weight, "bf16") for weight in weights]
+    dense_copies = max(2, math.ceil(ROTATED_BYTES / (N * K * 2)))
+    dense = [w.dequantize(torch.bfloat16) for w in weights[:dense_copies]]
+    bf16: list[Call] = [lambda x, w=w: F.linear(x, w) for w in dense]
+    stock = marlin(weights)
+    exact = weights[0].dequantize(torch.float32).double().T
+    ratios = {}
+    for M in tokens:
+        x = torch.randn(M, K, device="cuda").bfloat16()
+        plan = plan_of(M, N, K)
+        no_pdl = ours(packed, replace(plan, pdl=False)) if M <= 64 and plan.kernel else []
+        truth = x.double() @ exact
+        times = {}
+        for impl, calls in (
+            ("nvfp4r", ours(packed)),
+            ("nvfp4r_no_pdl", no_pdl),
+            ("marlin", stock),
+            ("bf16", bf16),
+        ):
+            if not calls:
+                continue
+            check(f"{name} {impl}", calls[0](x), truth)
+            figures = graph_us(calls, x)
+            times[impl] = figures["median_us"]
+            size = N * K * 2 if impl == "bf16" else stored_bytes
+            speed = size / times[impl] / 1e6
+            if speed > 1.05 * read:
+                raise AssertionError(f"{name} {impl}: {speed:.2f} TB/s exceeds the memory")
+            figures |= {"tb_per_s": speed, "of_read": speed / read}
+            if impl.startswith("nvfp4r"):
+                figures["path"] = plan.path
+            record("linear", impl, shape=name, M=M, N=N, K=K, **figures)
+        if "marlin" in times:
+            ratios[M] = times["marlin"] / times["nvfp4r"]
+    return ratios
 
 
 if __name__ == "__main__":

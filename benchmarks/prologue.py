@@ -2,10 +2,11 @@
 
     python benchmarks/prologue.py [--tokens 1,8,16,64] [--shapes all]
 
-`none` is the layer with activations as they are. Of each other kind, `fused` does it inside the
-matrix kernel, once for each row tile that a CTA works on; `apart` runs it as a kernel of its own
-whose result the matrix kernel reads; `alone` is that kernel by itself. Every call of a CUDA graph
-reads another copy of the weights; consecutive kernels overlap by programmatic dependent launch.
+`none` is the layer with activations as they are. Of each other kind, `fused` is what the op does:
+on the way into shared memory, in the kernel that arranges x for many tokens, or apart where `plan`
+says so; `apart` runs it as a kernel of its own whose result the matrix kernel reads; `alone` is
+that kernel by itself. Every call of a CUDA graph reads another copy of the weights; consecutive
+kernels overlap by programmatic dependent launch.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from nvfp4r.bench_matrix import random_weight
 from nvfp4r.format import NVFP4Tensor
 from nvfp4r.launches import Layer, plan_for, required_facts, run_plan, run_prologue
 from nvfp4r.methods.rotation import rotate
-from nvfp4r.packed import pack
+from nvfp4r.packed import PackedWeight, pack
 from nvfp4r.quantize import quantize_activations
 from nvfp4r.timing import Call, copies_of, graph_us, read_bandwidth
 
@@ -51,18 +52,17 @@ def check(name: str, y: Tensor, expected: Tensor) -> None:
         raise AssertionError(f"{name}: relative error {error}")
 
 
-def measure(shape: str, M: int, weights: list[NVFP4Tensor]) -> None:
+def measure(shape: str, M: int, weight: NVFP4Tensor, packed: list[PackedWeight]) -> None:
     """All kinds and ways of one shape and M."""
     N, K = SHAPES[shape]
     index = torch.cuda.current_device()
     facts = required_facts(index)
     x = torch.randn(M, K, device="cuda").bfloat16()
-    packed = [pack(weight, "bf16") for weight in weights]
     for kind, (rotates, rounds) in KINDS.items():
         scale = torch.tensor(INPUT_SCALE, device="cuda") if rounds else None
         rotation = "hadamard16" if rotates else None
         layers = [Layer(p.tiles, p.alpha, None, scale, N, K, "bf16", rotation) for p in packed]
-        expected = truth(x, weights[0], rotates, scale)
+        expected = truth(x, weight, rotates, scale)
         plan = plan_for(M, N, K, "bf16", facts, index, rotates or rounds)
         plain = plan_for(M, N, K, "bf16", facts, index)
 
@@ -86,6 +86,7 @@ def measure(shape: str, M: int, weights: list[NVFP4Tensor]) -> None:
                 "prologue",
                 way if kind != "none" else "none",
                 **{"shape": shape, "M": M, "N": N, "K": K, "kind": kind},
+                plan=f"{plan.kernel}, apart" if plan.apart else plan.kernel,
                 **graph_us(calls, x),
             )
 
@@ -100,8 +101,9 @@ def main() -> None:
     for name in names:
         N, K = SHAPES[name]
         weights = [random_weight(N, K) for _ in range(copies_of(N * K * 9 // 16, ROTATED_BYTES))]
+        packed = [pack(weight, "bf16") for weight in weights]
         for M in map(int, arguments.tokens.split(",")):
-            measure(name, M, weights)
+            measure(name, M, weights[0], packed)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,12 @@ from typing import Any
 
 Line = dict[str, Any]
 SHOWN = (1, 8, 16, 32, 64)  # of the kernels, in the first table
+PATHS = {
+    "small": "linear_small",
+    "medium": "linear_medium",
+    "large": "linear_large",
+    "unpack": "unpack, then cuBLAS",
+}
 
 
 class Figures:
@@ -31,6 +37,12 @@ class Figures:
     def ratio(self, shape: str, M: int) -> float:
         """Marlin's time over ours, both from one run."""
         return self.us(shape, M, "marlin") / self.us(shape, M, "nvfp4r")
+
+    def path(self, M: int) -> str:
+        """What served M tokens, as the lines say; those that do not are older than linear_large."""
+        older = "small" if M <= 8 else "medium" if M <= 64 else "unpack"
+        lines = [self.line(shape, M, "nvfp4r") for shape in self.shapes if self.has(shape, M)]
+        return " or ".join(dict.fromkeys(PATHS[line.get("path", older)] for line in lines))
 
     def ratios(self, M: int) -> list[float]:
         return [self.ratio(shape, M) for shape in self.shapes if self.has(shape, M)]
@@ -65,9 +77,10 @@ def linear_table(lines: list[Line]) -> str:
     ]
     for M in figures.tokens:
         values = figures.ratios(M)
-        path = "linear_small" if M <= 8 else "linear_medium" if M <= 64 else "unpack, then cuBLAS"
         mean = _geometric_mean(values)
-        rows.append(f"| {M} | {path} | {mean:.2f}x | {min(values):.2f}x | {len(values)} |")
+        rows.append(
+            f"| {M} | {figures.path(M)} | {mean:.2f}x | {min(values):.2f}x | {len(values)} |"
+        )
     source = figures.line(figures.shapes[0], 1, "nvfp4r")
     rows += [
         "",

@@ -3,7 +3,8 @@
     python benchmarks/tables.py
 
 A table stands between `<!-- begin: NAME -->` and `<!-- end: NAME -->`. Of several measurements of
-one thing the last line counts; older ones stay in the file as history.
+one thing the last line counts; older ones stay in the file as history. Whole models in vLLM need a
+large GPU: their sections are there once they were measured, ahead of the goals not measured yet.
 """
 
 from __future__ import annotations
@@ -14,12 +15,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from table_e2e import e2e_table, plot_e2e, reset_table
 from table_linear import linear_table, plot_linear
+from table_prologue import prologue_table
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENT = ROOT / "docs" / "performance.md"
-PLOT = ROOT / "docs" / "images" / "linear.png"
+IMAGES = ROOT / "docs" / "images"
+AHEAD_OF = "## Goals not measured yet\n"
+SECTIONS = {
+    "e2e": "## Decoding in vLLM from end to end\n\n![time per output token](images/e2e.svg)\n",
+    "reset_vllm": "## ReSET in vLLM\n",
+}
 
 Line = dict[str, Any]
 
@@ -202,6 +210,11 @@ def render(document: str) -> str:
     """
     tables = {bench: table(bench) for bench in TABLES}
     tables["linear"] = linear_table(read_lines("linear"))
+    tables["prologue"] = prologue_table(read_lines("prologue"))
+    for bench, write in (("e2e", e2e_table), ("reset_vllm", reset_table)):
+        if (RESULTS / f"{bench}.jsonl").exists():
+            document = with_section(document, bench)
+            tables[bench] = write(read_lines(bench))
     for bench, text in tables.items():
         begin, end = f"<!-- begin: {bench} -->\n", f"<!-- end: {bench} -->"
         before, found_begin, rest = document.partition(begin)
@@ -212,10 +225,21 @@ def render(document: str) -> str:
     return document
 
 
+def with_section(document: str, bench: str) -> str:
+    """The document with a place for this table; a new section where there is none."""
+    if f"<!-- begin: {bench} -->\n" in document:
+        return document
+    section = f"{SECTIONS[bench]}\n<!-- begin: {bench} -->\n<!-- end: {bench} -->\n"
+    before, found, after = document.partition(AHEAD_OF)
+    return f"{before}{section}\n{found}{after}" if found else f"{before}\n{section}"
+
+
 def main() -> None:
     DOCUMENT.write_text(render(DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")
-    plot_linear(read_lines("linear"), PLOT)
-    print(f"tables written to {DOCUMENT.relative_to(ROOT)}, plot to {PLOT.relative_to(ROOT)}")
+    plot_linear(read_lines("linear"), IMAGES / "linear.png")
+    if (RESULTS / "e2e.jsonl").exists():
+        plot_e2e(read_lines("e2e"), IMAGES / "e2e.svg")
+    print(f"tables written to {DOCUMENT.relative_to(ROOT)}, plots to {IMAGES.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":

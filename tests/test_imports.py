@@ -17,7 +17,7 @@ HEAVY = (
 CLI_MODULES = ("cli", "cli_bench", "console")
 ADAPTERS = {
     "reset": ("hf", "engine", "hub", "_triton", "_triton_rule", "_triton_launch", "vllm"),
-    "nvfp4r": ("hf", "hf_awq", "hf_layers", "hf_sequential", "vllm"),
+    "nvfp4r": ("hf", "hf_awq", "hf_layers", "hf_maxima", "hf_sequential", "vllm"),
 }
 
 

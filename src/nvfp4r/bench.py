@@ -218,7 +218,7 @@ def tuning_jobs(shapes: Sequence[Shape], tokens: Sequence[int]) -> list[TuningJo
     if not ranges:
         raise ValueError(
             f"--tokens: got {','.join(map(str, tokens))}; --tune needs some of 1 .. "
-            f"{MAX_MEDIUM_M}, as more tokens take a dense product"
+            f"{MAX_MEDIUM_M}, as plans for more tokens are the rule's alone"
         )
     return [TuningJob(shape, tuple(within)) for shape in shapes for within in ranges.values()]
 

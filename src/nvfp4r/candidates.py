@@ -1,7 +1,8 @@
 """Plans that `nvfp4r bench --tune` measures beside the one that plan.py's rule chooses.
 
 Plain data, launches nothing. All splits are legal and the same for every M of a range, so that any
-of them may serve the whole range (plan.py says why that matters).
+of them may serve the whole range (plan.py says why that matters). linear_large is not among them:
+where the rule chooses it, for 33 to 64 tokens, linear_medium is what is tried beside it.
 """
 
 from __future__ import annotations
@@ -11,15 +12,12 @@ from collections.abc import Iterator
 from nvfp4r.plan import (
     CLUSTERS,
     MAX_MEDIUM_M,
-    MAX_SMALL_M,
     MEDIUM_HELD,
-    SMALL_WARPS,
     TILE_COLUMNS,
     TILE_ROWS,
     DeviceFacts,
     MediumSplit,
     Plan,
-    SmallSplit,
     Split,
     plan_with,
     room,
@@ -27,8 +25,10 @@ from nvfp4r.plan import (
     token_groups,
     token_range,
 )
+from nvfp4r.plan_small import MAX_SMALL_M, SMALL_WARPS, SmallSplit
 
-_CTAS_PER_SM = (2, 3, 4, 5, 6)  # of linear_small
+_CTAS_PER_SM = {False: (2, 3, 4, 5, 6), True: (1, 2, 3, 4)}  # of linear_small, linear_shared
+_SMALL_DEPTHS = {False: (2,), True: (2, 3)}
 _TILES_PER_CLUSTER = (2, 4, 6, 8, 12, 14, 16)
 _DEPTHS = ((1, 1), (1, 2), (2, 2), (2, 3), (3, 2), (3, 3), (4, 3))  # of weights, of x
 _MOST_TOKENS_FOR_TWO = 32  # with more, a CTA of linear_medium takes all registers of an SM
@@ -53,9 +53,9 @@ def candidate_plans(
     Example:
         >>> facts = DeviceFacts(132, 232_448, has_pdl=True, has_cluster=True)
         >>> len(candidate_plans(8, 4096, 4096, "bf16", facts))
-        3
+        11
         >>> len(candidate_plans(8, 24576, 4096, "bf16", facts))
-        18
+        38
     """
     if not 1 <= M <= MAX_MEDIUM_M:
         raise ValueError(f"M is {M}; the kernels take 1 .. {MAX_MEDIUM_M} tokens")
@@ -63,7 +63,7 @@ def candidate_plans(
     most = token_range(M)[1]
     splits: Iterator[Split]
     if M <= MAX_SMALL_M:
-        splits = _small_splits(most, tiles, facts)
+        splits = _small_splits(most, tiles, K, facts)
     else:
         splits = _medium_splits(most, tiles, K, facts)
     return [
@@ -71,14 +71,16 @@ def candidate_plans(
     ]
 
 
-def _small_splits(M: int, tiles: int, facts: DeviceFacts) -> Iterator[Split]:
+def _small_splits(M: int, tiles: int, K: int, facts: DeviceFacts) -> Iterator[Split]:
     """Warps that share K; a CTA for each tile, or so many on an SM that walk over the tiles."""
-    grids = {tiles, *(count * facts.sm_count for count in _CTAS_PER_SM)}
-    for warps in SMALL_WARPS:
-        for grid in sorted(grid for grid in grids if grid <= tiles):
-            split = SmallSplit(warps, grid)
-            if shared_bytes(split, M) <= facts.shared_bytes_per_block:
-                yield split
+    for shared_x, built in SMALL_WARPS.items():
+        grids = {tiles, *(count * facts.sm_count for count in _CTAS_PER_SM[shared_x])}
+        for warps in built:
+            for grid in sorted(grid for grid in grids if grid <= tiles):
+                for depth in _SMALL_DEPTHS[shared_x]:
+                    split = SmallSplit(warps, grid, depth, shared_x)
+                    if split.shared_bytes(M, K) <= facts.shared_bytes_per_block:
+                        yield split
 
 
 def _medium_splits(M: int, tiles: int, K: int, facts: DeviceFacts) -> Iterator[Split]:
@@ -94,7 +96,7 @@ def _medium_splits(M: int, tiles: int, K: int, facts: DeviceFacts) -> Iterator[S
                     two = M <= _MOST_TOKENS_FOR_TWO and clusters * cluster > facts.sm_count
                     per_sm = 2 if two else 1
                     fits = clusters * cluster <= per_sm * facts.sm_count
-                    if fits and shared_bytes(split, M) <= room(facts, per_sm):
+                    if fits and shared_bytes(split, M, K) <= room(facts, per_sm):
                         yield split
 
 

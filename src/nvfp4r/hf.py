@@ -78,7 +78,8 @@ def load_model(
             warning says. False leaves them as they are. True packs on any device (on a CPU it
             saves memory, not time) or raises.
             The kernels are compiled, once per machine, and loaded before any weight is read. They
-            serve up to 192 tokens at a time; with more, as in a prompt, each call unpacks it all.
+            serve up to 192 tokens at a time, and any number on compute capability 9.0; elsewhere
+            more, as in a prompt, make each call unpack it all.
 
     Returns:
         The model in eval mode, parameters without gradients, tied weights tied, `NVFP4Linear` in

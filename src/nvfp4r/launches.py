@@ -30,9 +30,12 @@ from nvfp4r.plan import (
     plan_with,
     token_range,
 )
+from nvfp4r.plan_large import LargeSplit
 from nvfp4r.tuned import Problem, TunedPlans, load_tuned
 
 _LINEAR = struct.Struct("@6P8i0P")  # struct LinearArgs of kernels/linear_args.cuh
+_LARGE = struct.Struct("@6P8i0P")  # struct LargeArgs of kernels/linear_large.cuh
+_ARRANGE = struct.Struct("@3P3i0P")  # struct ArrangeArgs of kernels/arrange.cuh
 _QUANTIZE = struct.Struct("@4PQi0P")  # struct QuantizeArgs of kernels/quantize.cuh
 _UNPACK = struct.Struct("@2P4i")  # struct UnpackArgs of kernels/unpack.cuh
 _ROTATE, _QUANTIZE_X = 1, 2  # bits of `prologue` in both; kernels/quantize.cuh
@@ -87,6 +90,7 @@ def required_facts(index: int) -> DeviceFacts:
         shared_bytes_per_block=target.shared_bytes_per_block,
         has_pdl=target.has_pdl,
         has_cluster=target.has_cluster,
+        has_wgmma=target.has_wgmma,
     )
 
 
@@ -108,7 +112,7 @@ def plan_for(
     Raises:
         ValueError: as `choose_plan`, or as `load_tuned`.
     """
-    passes = passes_for(M)
+    passes = passes_for(M, facts.has_wgmma)
     if passes > 1 and M <= MAX_KERNEL_M:
         part = plan_for(-(-M // passes), N, K, order, facts, device_index, quantised)
         return in_passes(part, passes)
@@ -145,12 +149,16 @@ def run_plan(
     """
     prologue = 0 if prepared else _prologue(layer.input_scale, layer.rotation)
     x = _aligned(x)
+    if prologue and plan.apart:
+        facts = required_facts(x.device.index)
+        x, prologue = run_prologue(x, layer.input_scale, facts, rotation=layer.rotation), 0
     M = x.shape[0]
     y = torch.empty((M, layer.N), dtype=x.dtype, device=x.device) if out is None else out
     step = -(-M // plan.passes)
     for first in range(0, M, step):
         rows = slice(first, first + step)
-        _run_once(plan, x[rows], layer, y[rows], prologue)
+        run = _run_large if isinstance(plan.split, LargeSplit) else _run_once
+        run(plan, x[rows], layer, y[rows], prologue)
     return y
 
 
@@ -166,8 +174,34 @@ def _run_once(plan: Plan, x: Tensor, layer: Layer, y: Tensor, prologue: int) -> 
         0 if layer.input_scale is None else layer.input_scale.data_ptr(),
         *(M, N, K, *layer.tiles.shape[:2], plan.depth, plan.x_depth, prologue),
     )
-    with torch.cuda.device(x.device):
-        load_module(x.device.index).kernel(plan.kernel).launch(
+    _launch(plan, x, argument)
+
+
+def _run_large(plan: Plan, x: Tensor, layer: Layer, y: Tensor, prologue: int) -> None:
+    """Two launches: x into the order of the kernel, prepared on the way, then the product."""
+    assert isinstance(plan.split, LargeSplit)
+    M, K = x.shape
+    stages, groups = -(-K // 64), -(-M // 8)
+    arranged = torch.empty((stages, groups, 512), dtype=x.dtype, device=x.device)
+    input_scale = 0 if layer.input_scale is None else layer.input_scale.data_ptr()
+    argument = _ARRANGE.pack(x.data_ptr(), arranged.data_ptr(), input_scale, M, K, prologue)
+    facts = required_facts(x.device.index)
+    _go_through("arrange", x, argument, stages * groups * 32, facts)
+    argument = _LARGE.pack(
+        layer.tiles.data_ptr(),
+        arranged.data_ptr(),
+        y.data_ptr(),
+        layer.alpha.data_ptr(),
+        0 if layer.bias is None else layer.bias.data_ptr(),
+        input_scale,
+        *(M, layer.N, K, *layer.tiles.shape[:2], plan.depth, plan.x_depth, plan.split.row_units),
+    )
+    _launch(plan, x, argument)
+
+
+def _launch(plan: Plan, like: Tensor, argument: bytes) -> None:
+    with torch.cuda.device(like.device):
+        load_module(like.device.index).kernel(plan.kernel).launch(
             argument,
             grid=(plan.grid, 1, 1),
             block=plan.threads,

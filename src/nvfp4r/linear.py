@@ -47,10 +47,10 @@ class NVFP4Linear(nn.Module):
 
     `pack_` makes it a packed layer, which holds 0.56 bytes per weight and no dequantised copy, and
     computes with `torch.ops.nvfp4r.linear`: on a GPU that the kernels are built for, up to 192
-    tokens read nothing but the packed weight. Its results are exact products of `x` and the 4-bit
-    weights, float32 sums, scales and bias in float32, one rounding; without `pack_`, W4A16 rounds
-    each weight to the dtype of `x` first. The two differ by these roundings alone. No gradients
-    flow through a packed layer.
+    tokens at a time, and any number on compute capability 9.0, read nothing but the packed weight.
+    Its results are exact products of `x` and the 4-bit weights, float32 sums, scales and bias in
+    float32, one rounding; without `pack_`, W4A16 rounds each weight to the dtype of `x` first. The
+    two differ by these roundings alone. No gradients flow through a packed layer.
 
     Args:
         weight: N outputs, K inputs; validated here.

@@ -245,10 +245,10 @@ def _dense(x: Tensor, layer: Layer) -> Tensor:
     x = _prepared(x, layer)
     y = torch.empty((x.shape[0], layer.N), dtype=x.dtype, device=x.device)
     for weight, rows in _unpacked(layer, x):
-        product = _float32_product(x, weight) * alpha[rows]
+        product = _float32_product(x, weight).mul_(alpha[rows])
         if layer.bias is not None:
-            product += layer.bias[rows].float()
-        y[:, rows] = product.to(x.dtype)
+            product += layer.bias[rows]
+        y[:, rows] = product  # rounds
     return y
 
 

@@ -3,25 +3,9 @@
 Chosen inside the op from the shape at hand, so that tracing with one M cannot freeze the branch for
 another. Knows the GPU by three numbers, launches nothing.
 
-The rule and what it rests on (one H200, 132 SMs, 2026-11-29, bf16, CUDA graph with PDL, weights
-rotated through 320 MB; a sweep of grids, warps and depths with a program that is not kept; the
-resulting plans are measured by benchmarks/linear.py): a CTA needs W consumer warps; 6 CTAs of
-4 warps, 3 of 8 or 2 of 12 fit on an SM. Best times in us at M = 1, and how much worse the next
-choice is:
-
-    tiles  shapes (N x K)                        best           us       others
-    256    4096 x 4096                           W 8,  a tile   4.9      W 4 +12 %, W 12 +9 %
-    256    4096 x 12288                          W 12, a tile   10.4     W 8 +14 %
-    320    5120 x 5120, 8192, 17408, 25600       W 8,  a tile   6.7-23   W 4 +12..25 %, W 12 +13 %
-    384    6144 x 4096                           W 8,  a tile   6.6      W 4 +3 %
-    448    7168 x 5120                           W 12, 2 a SM   8.1      W 8 +12 %, W 4 +13 %
-    640    10240 x 5120                          W 4,  a tile   10.5     W 8 +7 %
-    1536   24576 x 4096                          W 4,  6 a SM   17.0     W 8 +1 %
-    2176   34816 x 5120                          W 4,  6 a SM   28.4     W 8 +5 %
-    3200   51200 x 5120                          W 4,  6 a SM   41       W 8 +5 %
-
-("a tile": one CTA per row tile of 16 outputs; "6 a SM": that many CTAs walk over all tiles.)
-Two stages per ring were enough; four or more cost occupancy.
+The rules rest on measurements, one H200, 132 SMs, 2026-11-29, bf16, CUDA graph with PDL, weights
+rotated through 320 MB. Those for up to 8 tokens are in plan_small.py, those for many tokens on
+compute capability 9.0 in plan_large.py.
 
 For M = 9 .. 64 (linear_medium; the same machine and conditions, 300 settings a shape) the rule is
 within 2 % of the best setting found, 5 % on 10240 x 5120 at M = 16 (with the version before a
@@ -56,22 +40,34 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
-MAX_SMALL_M = 8
-"""Largest M of linear_small: the tokens of one matrix instruction."""
+from nvfp4r.plan_large import (
+    LARGE_WARPS,
+    MAX_LARGE_M,
+    MIN_LARGE_M,
+    LargeSplit,
+    large_fault,
+    large_split,
+    prefers_medium,
+)
+from nvfp4r.plan_small import (
+    MAX_SMALL_M,
+    SmallSplit,
+    prepares_on_the_way,
+    small_fault,
+    small_split,
+)
 
 MAX_MEDIUM_M = 64
 """Largest M of linear_medium."""
 
 MAX_KERNEL_M = 192
-"""Largest M of the kernels, in passes; above, a dense product on unpacked rows is faster."""
+"""Largest M of linear_medium, in passes; above, a dense product on unpacked rows is faster. Where
+linear_large is built it takes all M above 32 instead."""
 
-TOKEN_RANGES = ((1, 8), (9, 16), (17, 32), (33, 48), (49, 64))
+TOKEN_RANGES = ((1, 2), (3, 8), (9, 16), (17, 32), (33, 48), (49, 64))
 """First and last M that share a plan, so that the bits of a row do not depend on M."""
 
 TILE_ROWS, TILE_COLUMNS, TILE_BYTES = 16, 128, 1152  # docs/layout.md
-
-SMALL_WARPS = (4, 8, 12)
-"""Consumer warps that linear_small is built for."""
 
 MEDIUM_HELD: Mapping[int, tuple[int, ...]] = {2: (1, 2), 4: (1,), 6: (1, 2), 8: (1, 2)}
 """Tokens / 8 that linear_medium is built for, and with each the row tiles that a warp may hold."""
@@ -82,7 +78,6 @@ MEDIUM_WARPS = 8
 CLUSTERS = (1, 2, 4, 8)
 """CTAs that may form a cluster."""
 
-_DEPTH = 2
 _LONG_K = 8192  # from here on more warps, or more CTAs, share the K of a tile
 _BARRIER_BYTES = 8
 
@@ -104,14 +99,7 @@ class DeviceFacts:
     shared_bytes_per_block: int
     has_pdl: bool
     has_cluster: bool
-
-
-@dataclass(frozen=True)
-class SmallSplit:
-    """How linear_small shares its work: consumer warps that share K, CTAs that share the tiles."""
-
-    warps: int
-    grid: int
+    has_wgmma: bool = False
 
 
 @dataclass(frozen=True)
@@ -133,7 +121,7 @@ class MediumSplit:
     x_depth: int
 
 
-Split = SmallSplit | MediumSplit
+Split = SmallSplit | MediumSplit | LargeSplit
 
 
 @dataclass(frozen=True)
@@ -141,8 +129,8 @@ class Plan:
     """How one product is computed.
 
     Attributes:
-        path: "small", "medium" (kernels of those names) or "unpack" (dequantise some rows at a
-            time, then a dense product).
+        path: "small", "medium", "large" (kernels of those names) or "unpack" (dequantise some rows
+            at a time, then a dense product).
         kernel: name in the CUDA module; "" for "unpack".
         grid: CTAs.
         threads: per CTA, producers included.
@@ -154,9 +142,10 @@ class Plan:
         x_depth: stages of the ring of activations; 0 where there is none.
         split: what of this may be chosen otherwise; None for "unpack".
         passes: how often the kernel runs, each time for an equal part of the tokens.
+        apart: where x is to be rotated or rounded, a kernel of its own does it before.
     """
 
-    path: Literal["small", "medium", "unpack"]
+    path: Literal["small", "medium", "large", "unpack"]
     kernel: str
     grid: int
     threads: int
@@ -168,6 +157,7 @@ class Plan:
     x_depth: int = 0
     split: Split | None = None
     passes: int = 1
+    apart: bool = False
 
 
 @lru_cache(maxsize=1 << 14)  # every layer asks again at every step; the answer is immutable
@@ -187,18 +177,22 @@ def choose_plan(
         ValueError: a size is out of range, or an unknown order.
     """
     _require_sizes(M, N, K, order)
+    tiles, sms = -(-N // TILE_ROWS), device.sm_count
+    if device.has_wgmma and M >= MIN_LARGE_M and not prefers_medium(M, tiles, sms):
+        return _large_plan(M, N, K, order, device, quantised)
     if M > MAX_KERNEL_M:
         return _unpack(f"M = {M} is above {MAX_KERNEL_M}, the largest of the kernels")
     passes = passes_for(M)
     if passes > 1:
         part = choose_plan(-(-M // passes), N, K, order, device, quantised)
         return in_passes(part, passes)
-    tiles, sms = -(-N // TILE_ROWS), device.sm_count
     where = f"{tiles} row tiles on {sms} SMs"
     split: Split | None
     if M <= MAX_SMALL_M:
-        split = _small_split(tiles, K, sms)
+        split = small_split(M, tiles, K, sms, device.shared_bytes_per_block)
         reason = f"{where}: {split.warps} warps share K, {split.grid} CTAs"
+        if split.shared_x:
+            reason += ", x in shared memory"
     else:
         split = _medium_split(M, tiles, K, device)
         if split is None:
@@ -226,7 +220,8 @@ def plan_with(
     """The plan for a product whose work is shared in a given way.
 
     Args:
-        split: a SmallSplit for M = 1 .. 8, a MediumSplit for M = 9 .. 64.
+        split: a SmallSplit for M = 1 .. 8, a MediumSplit for M = 9 .. 64, a LargeSplit for
+            M = 1 .. 8192.
         reason: why this way.
         M, N, K, order, device, quantised: as for `choose_plan`.
 
@@ -235,19 +230,34 @@ def plan_with(
     """
     _require_sizes(M, N, K, order)
     tiles = -(-N // TILE_ROWS)
-    fault = _fault(split, M, tiles, device)
+    fault = _fault(split, M, tiles, K, device)
     if fault:
         raise ValueError(f"{split} for M, N, K = {M}, {N}, {K}: {fault}")
     if isinstance(split, SmallSplit):
         return Plan(
             path="small",
-            kernel=f"linear_small_{order}_w{split.warps}{'_q' if quantised else ''}",
+            kernel=f"linear_small_{order}_w{split.warps}{'_s' if split.shared_x else ''}",
             grid=split.grid,
-            threads=32 * (split.warps + 1),
-            depth=_DEPTH,
-            shared_bytes=shared_bytes(split, M),
+            threads=split.threads,
+            depth=split.depth,
+            shared_bytes=split.shared_bytes(M, K),
             pdl=device.has_pdl,
             reason=reason,
+            split=split,
+            apart=quantised and not prepares_on_the_way(split),
+        )
+    if isinstance(split, LargeSplit):
+        return Plan(
+            path="large",
+            kernel=f"linear_large_{order}_n{split.token_groups}_r{split.held}",
+            grid=split.clusters * split.cluster,
+            threads=split.threads,
+            depth=split.depth,
+            shared_bytes=split.shared_bytes,
+            pdl=device.has_pdl,
+            reason=reason,
+            cluster=split.cluster,
+            x_depth=split.x_depth,
             split=split,
         )
     return Plan(
@@ -256,18 +266,35 @@ def plan_with(
         grid=split.clusters * split.cluster,
         threads=_MEDIUM_THREADS,
         depth=split.depth,
-        shared_bytes=shared_bytes(split, M),
+        shared_bytes=shared_bytes(split, M, K),
         pdl=device.has_pdl,
         reason=reason,
         cluster=split.cluster,
         x_depth=split.x_depth,
         split=split,
+        apart=quantised,
     )
 
 
-def passes_for(M: int) -> int:
-    """How often a kernel has to run for M tokens, 1 .. 192."""
-    return -(-M // MAX_MEDIUM_M)
+def _large_plan(M: int, N: int, K: int, order: str, device: DeviceFacts, quantised: bool) -> Plan:
+    passes = -(-M // MAX_LARGE_M)
+    if passes > 1:
+        part = _large_plan(-(-M // passes), N, K, order, device, quantised)
+        return in_passes(part, passes)
+    tiles = -(-N // TILE_ROWS)
+    split = large_split(M, tiles, K, device.sm_count, device.shared_bytes_per_block)
+    tokens = -(-M // (8 * split.token_groups))
+    reason = (
+        f"{tiles} row tiles on {device.sm_count} SMs: {split.row_units} x {tokens} units of up to "
+        f"{split.held * LARGE_WARPS} tiles x {8 * split.token_groups} tokens, K shared by "
+        f"{split.cluster} CTAs"
+    )
+    return plan_with(split, M, N, K, order, device, quantised, reason=reason)
+
+
+def passes_for(M: int, has_wgmma: bool = False) -> int:
+    """How often a kernel of up to 64 tokens has to run for M, 1 .. 192; 1 where linear_large is."""
+    return 1 if has_wgmma else -(-M // MAX_MEDIUM_M)
 
 
 def in_passes(part: Plan, passes: int) -> Plan:
@@ -287,11 +314,12 @@ def token_groups(M: int) -> int:
     return next(groups for groups in MEDIUM_HELD if 8 * groups >= M)
 
 
-def shared_bytes(split: Split, M: int) -> int:
+def shared_bytes(split: Split, M: int, K: int) -> int:
     """Dynamic shared memory of a CTA for M tokens: rings, barriers, sums."""
     if isinstance(split, SmallSplit):
-        stage = split.warps * _UNIT_BYTES + 2 * _BARRIER_BYTES
-        return _DEPTH * stage + 2 * split.warps * TILE_ROWS * M * 4
+        return split.shared_bytes(M, K)
+    if isinstance(split, LargeSplit):
+        return split.shared_bytes
     tiles = split.held * MEDIUM_WARPS
     x_bytes = token_groups(M) * 8 * _TOKEN_BYTES
     rings = split.depth * tiles * _UNIT_BYTES + split.x_depth * x_bytes
@@ -306,14 +334,18 @@ def _require_sizes(M: int, N: int, K: int, order: str) -> None:
         raise ValueError(f"order is {order!r}; it must be bf16 or f16")
 
 
-def _fault(split: Split, M: int, tiles: int, device: DeviceFacts) -> str | None:
+def _fault(split: Split, M: int, tiles: int, K: int, device: DeviceFacts) -> str | None:
     """What makes a split impossible, if anything does."""
-    if isinstance(split, SmallSplit):
-        if M > MAX_SMALL_M:
-            return f"linear_small takes up to {MAX_SMALL_M} tokens"
-        if split.warps not in SMALL_WARPS:
-            return f"linear_small is built for {SMALL_WARPS} warps"
-        groups = split.grid
+    if isinstance(split, LargeSplit):
+        if not device.has_wgmma:
+            return "linear_large is built for GPUs of compute capability 9.0"
+        fault = large_fault(split, M, tiles)
+        if fault:
+            return fault
+    elif isinstance(split, SmallSplit):
+        fault = small_fault(split, M, tiles)
+        if fault:
+            return fault
     else:
         if not MAX_SMALL_M < M <= MAX_MEDIUM_M:
             return f"linear_medium takes {MAX_SMALL_M + 1} to {MAX_MEDIUM_M} tokens"
@@ -323,26 +355,12 @@ def _fault(split: Split, M: int, tiles: int, device: DeviceFacts) -> str | None:
             return f"{split.cluster} CTAs cannot form a cluster"
         if min(split.depth, split.x_depth) < 1:
             return "a ring has at least one stage"
-        groups = split.clusters
-    if not 1 <= groups <= tiles:
-        return f"{groups} groups of CTAs cannot share {tiles} row tiles"
-    needed = shared_bytes(split, M)
+        if not 1 <= split.clusters <= tiles:
+            return f"{split.clusters} groups of CTAs cannot share {tiles} row tiles"
+    needed = shared_bytes(split, M, K)
     if needed > device.shared_bytes_per_block:
         return f"{needed} bytes of shared memory, a CTA has {device.shared_bytes_per_block}"
     return None
-
-
-def _small_split(tiles: int, K: int, sms: int) -> SmallSplit:
-    """The first table at the top."""
-    if tiles <= 2 * sms and K > _LONG_K:
-        return SmallSplit(12, tiles)
-    if tiles <= 3 * sms:
-        return SmallSplit(8, tiles)
-    if tiles <= 4 * sms:
-        return SmallSplit(12, 2 * sms)
-    if tiles <= 6 * sms:
-        return SmallSplit(4, tiles)
-    return SmallSplit(4, 6 * sms)
 
 
 def _medium_split(M: int, tiles: int, K: int, device: DeviceFacts) -> MediumSplit | None:
@@ -350,7 +368,7 @@ def _medium_split(M: int, tiles: int, K: int, device: DeviceFacts) -> MediumSpli
     for held, cluster, clusters, per_sm in _medium_shares(M, tiles, K, device):
         for depth, x_depth in _DEPTHS_OF_TWO if per_sm > 1 else _DEPTHS_OF_ONE:
             split = MediumSplit(held, cluster, clusters, depth, x_depth)
-            if shared_bytes(split, M) <= room(device, per_sm):
+            if shared_bytes(split, M, K) <= room(device, per_sm):
                 return split
     return None
 

@@ -22,14 +22,13 @@ from typing import Any, NamedTuple
 from nvfp4r.jit import kernel_sources
 from nvfp4r.jit.cache import FOLDER_VARIABLE, cache_folder, replace_file
 from nvfp4r.plan import (
-    MAX_SMALL_M,
     TOKEN_RANGES,
     DeviceFacts,
     MediumSplit,
-    SmallSplit,
     Split,
     plan_with,
 )
+from nvfp4r.plan_small import MAX_SMALL_M, SmallSplit
 
 SWITCH_VARIABLE = "NVFP4R_TUNED_PLANS"
 """Environment variable: 0 leaves tuned plans unused; unset, empty or 1 uses them."""
@@ -154,16 +153,22 @@ class TunedFile:
         K: int,
         order: str,
         quantised: bool,
-        split: dict[str, int],
+        split: dict[str, Any],
         us: float,
         default_us: float,
     ) -> tuple[Problem, Tuned]:
-        """Refuses what could not be launched for every M of its range."""
+        """Refuses what could not be launched for every M of its range.
+
+        Above 8 tokens that is linear_medium, whichever kernel the rule would choose.
+        """
         if not isinstance(split, dict):
             raise ValueError(f"split is {split!r}, need an object")
-        numbers = (*tokens, N, K, *split.values())
-        if not all(type(number) is int for number in numbers) or type(quantised) is not bool:
-            raise ValueError(f"need whole numbers, got {numbers}, quantised {quantised!r}")
+        flags = (quantised, split.get("shared_x", False))
+        numbers = (*tokens, N, K, *(split[name] for name in split if name != "shared_x"))
+        if {type(number) for number in numbers} != {int} or {type(flag) for flag in flags} != {
+            bool
+        }:
+            raise ValueError(f"need whole numbers, got {numbers}, and true or false, got {flags}")
         first, last = tokens
         if (first, last) not in TOKEN_RANGES:
             raise ValueError(f"tokens are {tokens}, need one of {TOKEN_RANGES}")

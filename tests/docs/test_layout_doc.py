@@ -12,6 +12,7 @@ import torch
 from nvfp4r import reference
 from nvfp4r.format import unpack_codes
 from nvfp4r.packed import pack
+from tests.nvfp4r.on_host import ArrangeOnHost
 from tests.nvfp4r.packed_by_hand import (
     FACTORS,
     ORDERS,
@@ -194,3 +195,48 @@ def test_the_element_worked_by_hand():
         scaled = half_value(bits, order) * half_value(scale_bits, order)
         assert scaled == float(values[5])
         assert scaled * FACTORS[order] == float(values[6]) == value * int(scale)
+
+
+@pytest.fixture(scope="module")
+def arrange(tmp_path_factory):
+    return ArrangeOnHost(tmp_path_factory.mktemp("host"))
+
+
+@pytest.mark.parametrize(("M", "K"), [(1, 16), (17, 208)])
+def test_the_formula_finds_every_activation(arrange, M, K):
+    x = torch.arange(1, M * K + 1, dtype=torch.int16).view(M, K)
+    memory = arrange(x.view(torch.float16)).view(torch.int16).flatten().tolist()
+    formulas = [(name, compiled(text)) for name, text, _ in tables(section(7))[0][2:]]
+    for m, k in product(range(M), range(K)):
+        names = {"__builtins__": {}, "m": m, "k": k, "Q": -(-M // 8)}
+        for name, formula in formulas:
+            names[name] = eval(formula, names)
+        half, odd = divmod(names["value"], 2)
+        assert odd == 0
+        assert memory[half] == x[m, k]
+        memory[half] = 0
+    assert not any(memory)
+
+
+def test_the_slots_of_wgmma_are_those_of_decode_word(arrange):
+    """Step w takes slots 2t, 2t+1 and 2t+8, 2t+9 of lane t's word w."""
+    rows = tables(section(7))[1][2:]
+    assert len(rows) == 4
+    ramp = arrange(torch.arange(64, dtype=torch.int16).view(1, 64).view(torch.float16))
+    pieces = ramp.view(torch.int16).view(4, 2, 8, 8)[:, :, 0]  # of token 0
+    for w, low, high in rows:
+        slots = [int(column) for column in f"{low}, {high}".split(",")]
+        assert slots == pieces[int(w)].flatten().tolist()
+        for t in range(4):
+            held = [slots[i] for i in (2 * t, 2 * t + 1, 2 * t + 8, 2 * t + 9)]
+            first = 16 * t + 4 * int(w)
+            assert held == list(range(first, first + 4))
+
+
+def test_the_descriptor(arrange):
+    rows = tables(section(7))[2][2:]
+    assert [row[0] for row in rows] == ["0..13", "16..29", "32..45", "62..63"]
+    for stage in (0, 1024, 227 * 1024 - 1024):
+        start, *offsets = arrange.offsets(stage)
+        assert start == stage
+        assert offsets == [int(rows[1][2]), int(rows[2][2]), 0]

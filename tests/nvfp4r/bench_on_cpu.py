@@ -17,8 +17,8 @@ from nvfp4r.launches import Layer
 from nvfp4r.ops import linear
 from nvfp4r.plan import DeviceFacts, Plan
 
-H200 = DeviceFacts(132, 232_448, has_pdl=True, has_cluster=True)
-GPU = "NVIDIA H200"
+H200 = DeviceFacts(132, 232_448, has_pdl=True, has_cluster=True, has_wgmma=True)
+B200 = DeviceFacts(148, 232_448, has_pdl=True, has_cluster=True)
 DENSE_US = 5.0
 
 
@@ -36,13 +36,15 @@ class FakeGpu:
     """Times and results of plans, as a test wants them.
 
     Attributes:
+        facts: of the GPU.
         us: microseconds of a plan; the op's are those of the plan that it would use.
         factor: what a plan's result is multiplied with.
         held_clusters: how many clusters of a kernel the GPU holds.
         copies: how many copies of a matrix each graph ran through.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, facts: DeviceFacts) -> None:
+        self.facts = facts
         self.us: Callable[[Plan], float] = lambda plan: 4.0
         self.factor: Callable[[Plan], float] = lambda plan: 1.0
         self.held_clusters = 1
@@ -58,7 +60,7 @@ class FakeGpu:
         layer = Layer(*stored)
         sizes, quantised = (x.shape[0], layer.N, layer.K), layer.input_scale is not None
         return self.run_plan(
-            launches.plan_for(*sizes, layer.order, H200, 0, quantised), x, layer
+            launches.plan_for(*sizes, layer.order, self.facts, 0, quantised), x, layer
         ).to(x.dtype)
 
     def graph_us(self, calls, x, repeats=11) -> dict[str, float]:
@@ -73,10 +75,15 @@ class FakeGpu:
 
 
 @contextmanager
-def replacing_gpu(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[FakeGpu]:
-    """Kernels, timers and facts of an H200 that keeps its tuned plans in `folder`."""
-    gpu = FakeGpu()
-    machine = Machine(0, GPU, "580.95.05", H200, read_tb_per_s=4.0, rotated_bytes=500_000)
+def replacing_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    name: str = "NVIDIA H200",
+    facts: DeviceFacts = H200,
+) -> Iterator[FakeGpu]:
+    """Kernels, timers and facts of a GPU that keeps its tuned plans in `folder`."""
+    gpu = FakeGpu(facts)
+    machine = Machine(0, name, "580.95.05", facts, read_tb_per_s=4.0, rotated_bytes=500_000)
     monkeypatch.setenv("NVFP4R_CACHE_DIR", str(folder))
     monkeypatch.delenv("NVFP4R_TUNED_PLANS", raising=False)
     monkeypatch.setattr(cli_bench, "require_machine", lambda: machine)
@@ -84,8 +91,8 @@ def replacing_gpu(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[Fak
     monkeypatch.setattr(bench_matrix, "linear", gpu.op)
     monkeypatch.setattr(bench_matrix, "graph_us", gpu.graph_us)
     monkeypatch.setattr(bench_matrix, "load_module", lambda index: gpu)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: GPU)
-    monkeypatch.setattr(launches, "required_facts", lambda index: H200)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: name)
+    monkeypatch.setattr(launches, "required_facts", lambda index: facts)
     launches.tuned_plans.cache_clear()
     with OnCpu():
         yield gpu

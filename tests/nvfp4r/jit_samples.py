@@ -33,6 +33,18 @@ __device__ __forceinline__ void mma(float (&d)[4], const u32 (&a)[4], const u32 
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
+#if NVFP4R_HAS_WGMMA
+__device__ __forceinline__ void wgmma(float (&d)[8], const u32 (&a)[4], u64 b) {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 {%0,%1,%2,%3,%4,%5,%6,%7}, "
+        "{%8,%9,%10,%11}, %12, 1, 1, 1, 0;"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+          "+f"(d[7])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+    asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;" ::: "memory");
+}
+#endif
 #if NVFP4R_HAS_PDL
 __device__ __forceinline__ void wait_for_predecessor() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -81,6 +93,25 @@ extern "C" __global__ void __launch_bounds__(32) tile(const __grid_constant__ Ti
     mma(d, a, b);
     for (int i = 0; i < 4; i++) p.d[4 * lane + i] = d[i];
 }
+
+#if NVFP4R_HAS_WGMMA
+// A warpgroup: 64 x 16 halves in registers times 16 x 16 in shared memory, whose columns come in
+// groups of 8: 128 bytes for each half of k16, and 1024 to the next group.
+struct GroupTileArgs { const u32* a; const u32* b; float* d; };
+extern "C" __global__ void __launch_bounds__(128) group_tile(
+    const __grid_constant__ GroupTileArgs p) {
+    __shared__ alignas(128) u32 b_words[2 * 256];
+    const int thread = threadIdx.x;
+    for (int i = thread; i < 2 * 256; i += 128) b_words[i] = p.b[i];
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    __syncthreads();
+    u32 a[4];
+    for (int i = 0; i < 4; i++) a[i] = p.a[4 * thread + i];
+    float d[8] = {};
+    wgmma(d, a, (u64)(shared_address(b_words) >> 4) | 8ull << 16 | 64ull << 32);
+    for (int i = 0; i < 8; i++) p.d[8 * thread + i] = d[i];
+}
+#endif
 
 // Writes the last word of its dynamic shared memory and reads it back.
 struct LastWordArgs { u32* out; int words; };
@@ -171,7 +202,7 @@ SOURCES = {ENTRY: SAMPLE, "ptx.cuh": PTX}
 
 # The same structures for Python; "0P" pads the end like C does.
 scale_args = struct.Struct("@PPfi0P").pack
-tile_args = struct.Struct("@PPP").pack
+tile_args = struct.Struct("@PPP").pack  # of group_tile too
 last_word_args = struct.Struct("@Pi0P").pack
 step_args = struct.Struct("@PPii0P").pack
 stamp_args = struct.Struct("@PQ").pack

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from nvfp4r import bench as benching
 from nvfp4r.bench_matrix import Matrix, Product, random_weight, truth_of
+from nvfp4r.candidates import candidate_plans
 from nvfp4r.cli import app
 from nvfp4r.convert import quantise_checkpoint
 from nvfp4r.launches import plan_for
@@ -20,7 +21,7 @@ from nvfp4r.plan import choose_plan
 from nvfp4r.reference import dequantize, quantize_activations
 from nvfp4r.shapes import Shape
 from nvfp4r.timing import copies_of, rotated_bytes
-from tests.nvfp4r.bench_on_cpu import DENSE_US, H200, FakeGpu, replacing_gpu
+from tests.nvfp4r.bench_on_cpu import B200, DENSE_US, H200, FakeGpu, replacing_gpu
 from tests.nvfp4r.sources import llama_tensors, write_source
 
 RUNNER = CliRunner()
@@ -34,6 +35,13 @@ def fake_gpu(monkeypatch, tmp_path) -> Iterator[FakeGpu]:
         yield gpu
 
 
+@pytest.fixture
+def fake_b200(monkeypatch, tmp_path) -> Iterator[FakeGpu]:
+    """A GPU that linear_large is not built for."""
+    with replacing_gpu(monkeypatch, tmp_path / "cache", "NVIDIA B200", B200) as gpu:
+        yield gpu
+
+
 def run(*arguments: object, code: int = 0):
     result = RUNNER.invoke(app, ["bench", *map(str, arguments)])
     assert result.exit_code == code, result.output
@@ -44,8 +52,8 @@ def run_json(*arguments: object) -> list[dict]:
     return [json.loads(line) for line in run(*arguments, "--json").stdout.splitlines()]
 
 
-def by_the_rule(M: int) -> str:
-    return choose_plan(M, 256, 512, "bf16", H200).kernel
+def by_the_rule(M: int, N: int = 256, K: int = 512) -> str:
+    return choose_plan(M, N, K, "bf16", H200).kernel
 
 
 # ---- flags, refusals ----------------------------------------------------------------------------
@@ -83,7 +91,10 @@ def test_a_gpu_without_kernels_is_named(monkeypatch):
     [
         (("--shape", "256"), "--shape: got '256', need outputs x inputs"),
         (("--tokens", "0"), "--tokens: got '0', need numbers >= 1"),
-        (("--tune", "--tokens", "65,100"), "--tokens: got 65,100; --tune needs some of 1 .. 64"),
+        (
+            ("--tune", "--tokens", "65,100"),
+            "--tokens: got 65,100; --tune needs some of 1 .. 64, as plans for more tokens are the",
+        ),
         (("--model", "no/such/folder"), "no/such/folder: no such folder"),
         (("--model", "x", "--shape", "8x16"), "--model and --shape: got both"),
     ],
@@ -115,7 +126,13 @@ def test_json_is_one_object_a_line(fake_gpu):
     assert first["of_read"] == pytest.approx(first["tb_per_s"] / 4, rel=1e-3)
     assert first["plan"]["kernel"] == by_the_rule(1)
     assert "warps share K" in first["plan"]["reason"]
-    assert lines[2]["plan"]["path"] == "unpack"
+    assert (lines[2]["plan"]["path"], lines[2]["plan"]["kernel"]) == ("large", by_the_rule(200))
+    assert lines[2]["plan"]["split"]["row_units"] >= 1
+
+
+def test_json_names_a_dense_product(fake_b200):
+    (line,) = run_json("--shape", SHAPE, "--tokens", "200")
+    assert (line["plan"]["path"], line["plan"]["split"]) == ("unpack", None)
 
 
 def test_the_copies_are_more_than_the_cache_holds(fake_gpu):
@@ -140,15 +157,30 @@ def test_rotated_bytes_exceed_twice_the_cache(monkeypatch, l2_bytes, least):
 
 def test_the_table_tells_plan_and_reason(fake_gpu, monkeypatch):
     monkeypatch.setenv("COLUMNS", "250")
-    text = run("--shape", SHAPE, "--tokens", "8,16,65,200", "--dtype", "float16").stdout
+    text = run("--shape", SHAPE, "--tokens", "1,8,16,65,9000", "--dtype", "float16").stdout
     assert "NVIDIA H200, driver 580.95.05" in text
     assert "reads 4.00 TB/s; float16, activations none" in text
+    assert "linear_small_f16_w12_s, grid 16, cluster 1" in text
     assert "linear_small_f16_w8, grid 16, cluster 1" in text
     assert "linear_medium_f16_n2_r1, grid" in text
+    large = choose_plan(65, 256, 512, "f16", H200)
+    rings = f"depth {large.depth} and {large.x_depth}"
+    assert large.kernel.startswith("linear_large_f16_n16_r")
+    assert f"{large.kernel}, grid {large.grid}, cluster {large.cluster}, {rings}" in text
+    assert large.reason in text
+    assert "2 times linear_large_f16_n" in text  # 9000
+    assert "unpack" not in text
+    assert "1.25x" in text
+
+
+def test_the_table_of_a_gpu_without_linear_large(fake_b200, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "250")
+    text = run("--shape", SHAPE, "--tokens", "33,65,200", "--dtype", "float16").stdout
+    assert "NVIDIA B200, driver" in text
+    assert "linear_medium_f16_n6_r1, grid" in text
     assert "2 times linear_medium_f16_n6_r1" in text
     assert "unpack, then cuBLAS" in text
     assert "M = 200 is above 192" in text
-    assert "1.25x" in text
 
 
 def test_the_default_is_qwen3_8b_and_three_numbers_of_tokens(fake_gpu, monkeypatch):
@@ -173,7 +205,7 @@ def test_shapes_of_a_checkpoint(fake_gpu, tmp_path):
     lines = run_json("--model", tmp_path / "out", "--tokens", "2", "--activations", "nvfp4")
     assert "self_attn.{q_proj,k_proj,v_proj}" in {line["name"] for line in lines}
     assert {line["activations"] for line in lines} == {"nvfp4"}
-    assert {line["plan"]["kernel"][-2:] for line in lines} == {"_q"}
+    assert {line["plan"]["kernel"][-2:] for line in lines} == {"_s"}
 
 
 def test_a_wrong_result_stops_before_anything_is_timed(fake_gpu):
@@ -238,22 +270,33 @@ def faster(kernel: str, share: float):
 
 
 @pytest.mark.parametrize("activations", ["none", "nvfp4"])
-def test_tuning_finds_keeps_and_uses_the_fastest(fake_gpu, activations):
-    kernel = "linear_small_bf16_w4" + ("_q" if activations == "nvfp4" else "")
+@pytest.mark.parametrize("kernel", ["linear_small_bf16_w4", "linear_small_bf16_w4_s"])
+def test_tuning_finds_keeps_and_uses_the_fastest(fake_gpu, activations, kernel):
     fake_gpu.us = faster(kernel, 0.1)
-    flags = ("--shape", SHAPE, "--tokens", "1,8", "--activations", activations)
+    flags = ("--shape", SHAPE, "--tokens", "3,8", "--activations", activations)
     tuning, *measured = run_json("--tune", *flags)
-    assert (tuning["bench"], tuning["range"], tuning["tokens"]) == ("tune", [1, 8], [1, 8])
+    assert (tuning["bench"], tuning["range"], tuning["tokens"]) == ("tune", [3, 8], [3, 8])
     assert (tuning["default_us"], tuning["best_us"], tuning["gain"]) == (8.0, 7.2, 0.1)
     assert tuning["is_kept"] is True
     assert tuning["best"]["kernel"] == kernel
     assert [line["plan"]["kernel"] for line in measured] == [kernel] * 2
     assert "tuned on this GPU: takes 10% less" in measured[0]["plan"]["reason"]
     quantised = activations == "nvfp4"
-    assert plan_for(3, 256, 512, "bf16", H200, 0, quantised).kernel == kernel
-    assert plan_for(3, 256, 512, "bf16", H200, 0, not quantised).kernel != kernel
+    assert plan_for(5, 256, 512, "bf16", H200, 0, quantised).kernel == kernel
+    assert plan_for(5, 256, 512, "bf16", H200, 0, not quantised).kernel != kernel
     again = run_json(*flags)
     assert [line["plan"]["kernel"] for line in again] == [kernel] * 2
+    assert [line["plan"]["apart"] for line in again] == [quantised] * 2
+
+
+def test_one_and_two_tokens_are_tuned_together(fake_gpu):
+    fake_gpu.us = faster("linear_small_bf16_w4_s", 0.1)
+    lines = run_json("--tune", "--shape", SHAPE, "--tokens", "1,2,8")
+    tunings = [line for line in lines if line["bench"] == "tune"]
+    assert [(tuning["range"], tuning["tokens"]) for tuning in tunings] == [
+        ([1, 2], [1, 2]),
+        ([3, 8], [8]),
+    ]
 
 
 def test_a_gain_of_2_percent_changes_nothing(fake_gpu):
@@ -272,6 +315,29 @@ def test_a_plan_that_loses_later_is_removed(fake_gpu):
     assert [tuning["is_kept"] for tuning in tunings] == [False, True]
     assert plan_for(8, 256, 512, "bf16", H200, 0).kernel == by_the_rule(8)
     assert plan_for(16, 256, 512, "bf16", H200, 0).kernel == "linear_medium_bf16_n2_r2"
+
+
+@pytest.mark.parametrize(("share", "is_kept"), [(0.1, True), (0.02, False)])
+def test_linear_medium_is_tried_beside_linear_large(fake_gpu, share, is_kept):
+    """The rule's own plan for 33 to 64 tokens here; what is kept serves its range, and no other."""
+    medium, shape = "linear_medium_bf16_n6_r2", (4240, 64)
+    fake_gpu.us = faster(medium, share)
+    tuning, measured = run_json("--tune", "--shape", "4240x64", "--tokens", "48")
+    assert tuning["tried"] == len(candidate_plans(48, *shape, "bf16", H200)) > 0
+    assert (tuning["is_kept"], tuning["best"]["kernel"]) == (is_kept, medium)
+    kernel = medium if is_kept else by_the_rule(48, *shape)
+    assert by_the_rule(48, *shape).startswith("linear_large_bf16_n8_r")
+    assert (measured["plan"]["kernel"], measured["plan"]["passes"]) == (kernel, 1)
+    assert plan_for(33, *shape, "bf16", H200, 0).kernel == kernel
+    for M in (32, 49, 96):  # 96 would be two passes of 48 elsewhere
+        assert plan_for(M, *shape, "bf16", H200, 0).kernel == by_the_rule(M, *shape)
+
+
+def test_where_linear_large_is_not_built_a_tuned_plan_serves_passes_too(fake_b200):
+    fake_b200.us = faster("linear_medium_bf16_n6_r2", 0.1)
+    run_json("--tune", "--shape", SHAPE, "--tokens", "48")
+    plan = plan_for(96, 256, 512, "bf16", B200, 0)
+    assert (plan.kernel, plan.passes) == ("linear_medium_bf16_n6_r2", 2)
 
 
 def test_other_shapes_stay(fake_gpu):
@@ -302,7 +368,7 @@ def test_the_table_of_a_tuning(fake_gpu, monkeypatch, tmp_path):
     monkeypatch.setenv("COLUMNS", "250")
     fake_gpu.us = faster("linear_small_bf16_w4", 0.1)
     text = run("--tune", "--shape", SHAPE).stdout
-    for bounds in ("1..8", "9..16", "17..32", "33..48", "49..64"):
+    for bounds in ("1..2", "3..8", "9..16", "17..32", "33..48", "49..64"):
         assert bounds in text
     assert "10.0%" in text
     assert "linear_small_bf16_w4, grid 16" in text

@@ -1,6 +1,8 @@
 """Plans to be tried: every one legal for the whole range, of a kernel that is built, none twice."""
 
 import re
+from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -8,16 +10,18 @@ from nvfp4r.candidates import candidate_plans
 from nvfp4r.jit import ENTRY, kernel_sources
 from nvfp4r.plan import (
     MEDIUM_HELD,
-    SMALL_WARPS,
     TOKEN_RANGES,
     DeviceFacts,
     MediumSplit,
     choose_plan,
     plan_with,
 )
+from nvfp4r.plan_large import LargeSplit
+from nvfp4r.plan_small import SMALL_WARPS
 
 GPUS = {
-    "H200": DeviceFacts(132, 232_448, has_pdl=True, has_cluster=True),
+    "H200": DeviceFacts(132, 232_448, has_pdl=True, has_cluster=True, has_wgmma=True),
+    "B200": DeviceFacts(148, 232_448, has_pdl=True, has_cluster=True),
     "100 KB, clusters": DeviceFacts(170, 101_376, has_pdl=True, has_cluster=True),
     "100 KB": DeviceFacts(82, 101_376, has_pdl=False, has_cluster=False),
 }
@@ -38,17 +42,20 @@ in_every_range = pytest.mark.parametrize("bounds", TOKEN_RANGES)
 
 
 def built_kernels() -> set[str]:
-    """Names of the product kernels, without the dtype, from the list in the CUDA source."""
+    """Names of what candidates may be, without the dtype, from the list in the CUDA source."""
     text = kernel_sources()[ENTRY]
-    small = re.findall(r"^ +SMALL\(NAME, MODE, (\d+), (_q)?, (?:true|false), \d\)", text, re.M)
+    small = re.findall(r"^ +SMALL\(NAME, MODE, (\d+), \d\)", text, re.M)
+    shared = re.findall(r"^ +SHARED\(NAME, MODE, (\d+), \d\)", text, re.M)
     medium = re.findall(r"^ +MEDIUM\(NAME, MODE, (\d+), (\d+), \w+\(\d+\)\)", text, re.M)
     assert small
+    assert shared
     assert medium
-    return {f"small_w{W}{q}" for W, q in small} | {f"medium_n{n}_r{r}" for n, r in medium}
+    few = {f"small_w{W}" for W in small} | {f"small_w{W}_s" for W in shared}
+    return few | {f"medium_n{n}_r{r}" for n, r in medium}
 
 
 def test_the_sizes_that_plans_count_on_are_those_that_are_built():
-    small = {f"small_w{W}{q}" for W in SMALL_WARPS for q in ("", "_q")}
+    small = {f"small_w{W}{'_s' * x}" for x, all_W in SMALL_WARPS.items() for W in all_W}
     medium = {f"medium_n{n}_r{held}" for n, all_held in MEDIUM_HELD.items() for held in all_held}
     assert small | medium == built_kernels()
 
@@ -65,7 +72,7 @@ def test_every_candidate_is_legal(gpu, N, K, bounds, quantised):
         for plan in plans:
             assert plan.kernel.removeprefix("linear_").replace("_bf16", "") in built
             assert plan.path == ("small" if M <= 8 else "medium")
-            assert plan.kernel.endswith("_q") == (quantised and M <= 8)
+            assert plan.apart == (quantised and not plan.kernel.endswith("_w12_s"))
             assert plan.shared_bytes <= facts.shared_bytes_per_block
             assert plan.pdl == facts.has_pdl
             assert plan.depth >= 1
@@ -90,14 +97,46 @@ def test_k7_one_list_of_splits_serves_a_whole_range(gpu, N, K, bounds):
 
 
 @pytest.mark.parametrize(
-    ("N", "warps", "per_sm"),  # 4096: no more tiles than two CTAs an SM; 24576: more than six
-    [(4096, 3, set()), (6144, 3, {2}), (24576, 3, {2, 3, 4, 5, 6})],
+    ("N", "per_sm", "shared_per_sm"),  # 4096: no more tiles than two CTAs an SM; 24576: than 12
+    [(4096, set(), {1}), (6144, {2}, {1, 2}), (24576, {2, 3, 4, 5, 6}, {1, 2, 3, 4})],
 )
-def test_what_is_tried_for_few_tokens(N, warps, per_sm):
-    plans = candidate_plans(1, N, 4096, "bf16", GPUS["H200"])
-    assert {plan.split.warps for plan in plans} == set(SMALL_WARPS)
-    assert {plan.grid for plan in plans} == {N // 16, *(132 * count for count in per_sm)}
-    assert len(plans) == warps * (1 + len(per_sm))
+@pytest.mark.parametrize("quantised", [False, True])
+def test_what_is_tried_for_few_tokens(N, per_sm, shared_per_sm, quantised):
+    plans = candidate_plans(1, N, 4096, "bf16", GPUS["H200"], quantised)
+    for shared_x, counts, depths in ((False, per_sm, {2}), (True, shared_per_sm, {2, 3})):
+        splits = [plan.split for plan in plans if plan.split.shared_x == shared_x]
+        grids = {N // 16, *(132 * count for count in counts)}
+        assert {(split.warps, split.grid, split.depth) for split in splits} == set(
+            product(SMALL_WARPS[shared_x], grids, depths)
+        )
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+@pytest.mark.parametrize("M", [2, 8])
+@pytest.mark.parametrize(("N", "K"), SHAPES)
+def test_the_rule_for_few_tokens_is_among_what_is_tried(N, K, M, quantised):
+    for facts in GPUS.values():
+        rule = choose_plan(M, N, K, "bf16", facts, quantised)
+        plans = candidate_plans(M, N, K, "bf16", facts, quantised)
+        assert rule in {replace(plan, reason=rule.reason) for plan in plans}
+
+
+@pytest.mark.parametrize(
+    ("M", "K", "tried"),  # warps and depth: what 2 tokens, or 8, leave room for
+    [
+        *((M, 8192, {(4, 2), (4, 3), (12, 2), (12, 3)}) for M in (1, 2)),
+        *((M, 8192, {(4, 2), (4, 3), (12, 2)}) for M in (3, 8)),
+        *((M, 16_384, set()) for M in (3, 8)),
+    ],
+)
+def test_x_in_shared_memory_is_tried_where_the_last_m_of_the_range_fits(M, K, tried):
+    splits = [plan.split for plan in candidate_plans(M, 4096, K, "bf16", GPUS["H200"])]
+    assert {(split.warps, split.depth) for split in splits if split.shared_x} == tried
+
+
+@pytest.mark.parametrize(("N", "count"), [(4096, 11), (24576, 38)])
+def test_the_lists_are_as_long_as_the_docstring_says(N, count):
+    assert len(candidate_plans(8, N, 4096, "bf16", GPUS["H200"])) == count
 
 
 @pytest.mark.parametrize(("N", "K"), [(4096, 4096), (5120, 25600), (24576, 4096)])
@@ -108,8 +147,16 @@ def test_what_is_tried_for_more_tokens(M, N, K):
     assert {split.cluster for split in splits} == {1, 2, 4, 8}
     assert len({split.depth for split in splits}) > 1
     # Where the rule's own ring fits the whole range, its way is among them.
-    rule = choose_plan(M, N, K, "bf16", GPUS["H200"]).split
+    rule = choose_plan(M, N, K, "bf16", replace(GPUS["H200"], has_wgmma=False)).split
     assert (rule.held, rule.cluster) in {(split.held, split.cluster) for split in splits}
+
+
+@pytest.mark.parametrize("M", [33, 48, 64])
+def test_linear_medium_alone_is_tried_beside_a_rule_of_linear_large(M):
+    assert isinstance(choose_plan(M, 6144, 4096, "bf16", GPUS["H200"]).split, LargeSplit)
+    plans = candidate_plans(M, 6144, 4096, "bf16", GPUS["H200"])
+    assert {type(plan.split) for plan in plans} == {MediumSplit}
+    assert {plan.path for plan in plans} == {"medium"}
 
 
 @pytest.mark.parametrize("M", [0, 65])

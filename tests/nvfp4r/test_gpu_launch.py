@@ -91,6 +91,27 @@ def test_the_matrix_instruction_sees_what_was_copied(module):
     assert torch.equal(d.cpu(), (16 * rows * columns).float())
 
 
+def test_the_matrix_instruction_of_a_warpgroup_sees_registers_and_shared_memory(module):
+    """The offsets of its descriptor are those of docs/layout.md, section 7."""
+    if not module.target.has_wgmma:
+        pytest.skip(f"{module.target.sm} has no matrix instruction of a warpgroup")
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randint(-8, 9, (64, 16), generator=generator).half()
+    b = torch.randint(-8, 9, (16, 16), generator=generator).half()  # [k, column]
+    # Thread 32 w + 4 g + t holds rows 16 w + g and 8 further, columns 2 t .. and 8 further.
+    registers = a.view(4, 2, 8, 2, 4, 2).permute(0, 2, 4, 3, 1, 5).contiguous().cuda()
+    # [group of 8 columns][half of k][column][k], and what is not read until the next group.
+    memory = torch.full((2, 8, 8, 8), float("nan")).half()
+    memory[:, :2] = b.view(2, 8, 2, 8).permute(2, 0, 3, 1)
+    memory = memory.cuda()
+    d = torch.full((4, 8, 4, 2, 2, 2), float("nan"), device="cuda")
+    argument = samples.tile_args(registers.data_ptr(), memory.data_ptr(), d.data_ptr())
+    module.kernel("group_tile").launch(argument, grid=(1, 1, 1), block=128, stream=stream())
+    # [w, g, t, group, row 8 further, column] -> [w, row 8 further, g, group, t, column]
+    product = d.permute(0, 4, 1, 3, 2, 5).reshape(64, 16).cpu()
+    assert torch.equal(product, a.float() @ b.float())
+
+
 def test_the_driver_agrees_with_the_compiler_report(module, cubin):
     driver = cuda_driver()
     kinds = driver.CUfunction_attribute

@@ -1,4 +1,6 @@
-"""The kernels for up to 64 tokens and the dense path on a GPU against float64 (nvfp4r.reference).
+"""Kernels and the dense path on a GPU against float64 (nvfp4r.reference), from one token on.
+
+test_gpu_large.py has more of more tokens.
 
 Bound: products are exact, so the error of a sum is that of K float32 additions, truncated rather
 than rounded in the tensor core: at most K * 2^-23 of sum |terms|, in practice far less; then one
@@ -7,6 +9,8 @@ float32. Checked per element against 2^-8 |y| + K 2^-23 sum |terms| (2^-11 for f
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -112,7 +116,7 @@ def extreme_weight(kind: str, N: int, K: int) -> NVFP4Tensor:
 def test_k3_k8_the_ends_of_the_format(kind, order):
     weight = extreme_weight(kind, 40, 448)
     generator = torch.Generator().manual_seed(0)
-    for M in (1, 8, 9, 32, 64, 65):
+    for M in (1, 8, 9, 32, 64, 65, 129):
         x = torch.randn(M, 448, generator=generator)
         x[0] = 0
         x = x.to(ORDERS[order])
@@ -130,7 +134,7 @@ def test_one_hot_rows_read_columns_out_exactly(order):
     weight = NVFP4Tensor(codes.contiguous(), scale, torch.tensor(1.0))
     one_hot = torch.eye(256)[::17].to(ORDERS[order])  # 16 rows, one in each block of 16
     expected = dequantize(weight)[:, ::17].T
-    for repeats in (1, 2, 4, 5):  # 16, 32, 64 and 80 tokens: every path
+    for repeats in (1, 2, 4, 5, 9, 20):  # 16, 32, 64, 80, 144 and 320 tokens: every path
         x = one_hot.repeat(repeats, 1)
         assert torch.equal(run(weight, x).double().cpu(), expected.repeat(repeats, 1))
     for row in range(0, 16, 8):
@@ -141,7 +145,7 @@ def test_one_hot_rows_read_columns_out_exactly(order):
 @pytest.mark.parametrize("magnitude", [1e-6, 1.0, 1e4, 1e6])
 def test_bf16_range(magnitude):
     weight = quantize(torch.randn(64, 512, generator=torch.Generator().manual_seed(0)))
-    for M in (4, 12, 40, 70):
+    for M in (4, 12, 40, 70, 200):
         generator = torch.Generator().manual_seed(1)
         x = (torch.randn(M, 512, generator=generator) * magnitude).bfloat16()
         x[1, 77] *= 1e4  # an outlier channel
@@ -167,7 +171,7 @@ def test_a7_nothing_is_read_from_padding():
         torch.full((8, 3), 0x38, dtype=torch.uint8).view(torch.float8_e4m3fn),
         torch.tensor(1.0),
     )
-    for M in (*range(1, 18), 33, 64, 65):
+    for M in (*range(1, 18), 33, 64, 65, 129, 300):
         poison = torch.full((1 << 20,), float("nan"), device="cuda")
         del poison
         assert bool((run(ones, torch.ones(M, 48).bfloat16()) == 48.0).all())
@@ -176,7 +180,7 @@ def test_a7_nothing_is_read_from_padding():
 def test_a11_bias_in_every_path():
     weight = random_weight(40, 64)
     bias = torch.arange(1, 41).bfloat16()
-    for M in (1, 8, 9, 64, 65):
+    for M in (1, 8, 9, 64, 65, 129):
         assert torch.equal(
             run(weight, torch.zeros(M, 64).bfloat16(), bias).cpu(), bias.expand(M, -1)
         )
@@ -190,14 +194,15 @@ def test_k4_alpha_comes_before_the_cast():
     assert y[0].tolist() == pytest.approx([37748.7] * 16, rel=5e-3)
 
 
-def test_k7_a_row_does_not_depend_on_its_neighbours():
+@pytest.mark.parametrize(("first", "last"), [(1, 2), (3, 8)])
+def test_k7_a_row_does_not_depend_on_its_neighbours(first, last):
+    """Nor on how many there are, of those that share a plan."""
     weight = random_weight(1024, 5120)
-    x = torch.randn(8, 5120, generator=torch.Generator().manual_seed(0)).bfloat16()
+    x = torch.randn(last, 5120, generator=torch.Generator().manual_seed(0)).bfloat16()
     together = run(weight, x)
-    for M in range(1, 8):
+    for M in range(first, last):
         assert torch.equal(run(weight, x[:M]), together[:M])
-    for row in (0, 3, 7):
-        assert torch.equal(run(weight, x[row : row + 1])[0], together[row])
+        assert torch.equal(run(weight, x[-M:]), together[-M:])
 
 
 @pytest.mark.parametrize("largest", [16, 32, 48, 64])
@@ -214,7 +219,7 @@ def test_k7_within_a_plan_for_more_tokens(largest):
 @pytest.mark.parametrize("K", [16, 208, 4096])
 @pytest.mark.parametrize("M", [1, 3, 8, 9, 16, 40, 64, 100])
 def test_w4a4_is_the_product_with_quantised_activations_bit_for_bit(M, K, order):
-    """The kernel rounds x on its way; it then adds the same numbers in the same order."""
+    """By the kernel or by one before; then the same numbers are added in the same order."""
     weight = random_weight(264, K)
     x = rough(M, K).to(ORDERS[order])
     scale = (x.float().abs().max() / 2688).float()
@@ -227,7 +232,12 @@ def test_w4a4_is_the_product_with_quantised_activations_bit_for_bit(M, K, order)
     one = NVFP4Tensor(weight.codes, weight.block_scale, torch.tensor(1.0))
     half = torch.tensor(0.5)  # a power of two: no rounding at all
     exact, _ = quantize_activations(x, half)
-    assert torch.equal(run(one, x, input_scale=half), run(scaled(one, half), exact.to(x.dtype)))
+    y = run(one, x, input_scale=half)
+    packed = pack(scaled(one, half).to("cuda"), order)
+    layer = Layer(packed.tiles, packed.alpha, None, None, 264, K, order)
+    # The plan of a layer that does not quantise may add in another order.
+    plan = choose_plan(M, 264, K, order, device_facts(0), quantised=True)
+    assert torch.equal(y, run_plan(plan, exact.to(x.dtype).cuda(), layer))
 
 
 def test_quantised_activations_with_bad_values_become_nan():
@@ -248,6 +258,20 @@ def test_every_plan_for_a_shape_gives_the_same_within_the_bound(order):
             assert_close(run(weight, x), x, weight)
 
 
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("M", [33, 40, 48, 49, 64, 65, 130, 192])
+@pytest.mark.parametrize(("N", "K"), [(8, 16), (24, 3696), (1000, 64), (5136, 1552)])
+def test_more_than_32_tokens_without_the_kernel_for_them(N, K, M, order):
+    """linear_medium, in passes above 64: what GPUs take that have no wgmma."""
+    weight = random_weight(N, K)
+    packed = pack(weight.to("cuda"), order)
+    layer = Layer(packed.tiles, packed.alpha, None, None, N, K, order)
+    plan = choose_plan(M, N, K, order, replace(device_facts(0), has_wgmma=False))
+    assert (plan.path, plan.passes) == ("medium", -(-M // 64))
+    x = torch.randn(M, K, generator=torch.Generator().manual_seed(M)).to(ORDERS[order])
+    assert_close(run_plan(plan, x.cuda(), layer), x, weight)
+
+
 @pytest.mark.parametrize("M", [1, 8, 9, 16, 33, 64])
 @pytest.mark.parametrize(("N", "K"), [(8, 16), (24, 48), (1000, 192)])
 def test_every_output_is_written_and_nothing_beside_it(M, N, K):
@@ -262,7 +286,7 @@ def test_every_output_is_written_and_nothing_beside_it(M, N, K):
     assert not bool(written[0].any() or written[-1].any())
 
 
-@pytest.mark.parametrize("M", [1, 12, 64])
+@pytest.mark.parametrize("M", [1, 12, 64, 512])
 def test_a12_reload_in_place_and_graph_replay_under_pdl(M):
     """1,000 replays of a chain that reuses its buffers are bitwise equal; new weights are seen."""
     first, second = random_weight(4096, 4096, 1), random_weight(4096, 4096, 2)

@@ -41,10 +41,10 @@ def test_rotated_alone_is_rounded_once(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("quantised", [False, True])
 @pytest.mark.parametrize(("N", "K"), [(24, 48), (1000, 448), (1024, 4096)])
-@pytest.mark.parametrize("M", [1, 3, 8, 9, 33, 64, 65, 192, 200])
+@pytest.mark.parametrize("M", [1, 3, 8, 9, 33, 64, 65, 192, 200, 513])
 def test_layers(dtype, quantised, N, K, M):
-    """Inside the kernels (up to 192 tokens) and in front of a dense product, within the bound of
-    the same layer on inputs that were rotated before."""
+    """Inside the kernels or in one before them, and in front of a dense product, within the bound
+    of the same layer on inputs that were rotated before."""
     generator = torch.Generator().manual_seed(N + K + M)
     weight = quantize_weight(torch.randn(N, K, generator=generator)).to("cuda")
     packed = pack(weight, ORDERS[dtype])

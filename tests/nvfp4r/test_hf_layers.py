@@ -13,13 +13,17 @@ from transformers import (
     FalconForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    RwkvConfig,
+    RwkvForCausalLM,
 )
 
-from nvfp4r.hf_layers import LayerwiseModel
+from nvfp4r.hf_layers import LayerwiseModel, NotLayerwiseError, hidden_bytes
 from nvfp4r.selection import plan_conversion
 from tests.nvfp4r.toy_models import VOCAB, token_ids, toy_model
 
@@ -57,6 +61,12 @@ def falcon():
     )
 
 
+def rwkv():
+    """Layers that give a tuple of three, all of which the model takes apart."""
+    sizes = {"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 3}
+    return RwkvForCausalLM(RwkvConfig(**sizes, attention_hidden_size=64, context_length=64))
+
+
 MODELS = {
     "llama": lambda: toy_model("llama"),
     "qwen2": lambda: toy_model("qwen2"),
@@ -64,6 +74,7 @@ MODELS = {
     "gemma3": gemma3,
     "gpt_neox": gpt_neox,
     "falcon": falcon,
+    "rwkv": rwkv,
 }
 
 
@@ -149,6 +160,53 @@ def test_fused_experts_are_refused_by_name(tmp_path):
     assert "one fused parameter in MixtralForCausalLM" in message
     message = refusal(folder, exclude=["*experts*"])  # the rest cannot be run either
     assert "experts are stored one by one, but fused in transformers" in message
+
+
+def test_layers_that_share_keys_and_values_are_refused_by_name(tmp_path):
+    kinds = ["sliding_attention", "full_attention"] * 2
+    config = Gemma4TextConfig(
+        **SIZES | {"num_hidden_layers": 4},
+        **{"layer_types": kinds, "num_kv_shared_layers": 2, "sliding_window": 4},
+        **{"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 16},
+    )
+    folder = saved(tmp_path / "gemma4", Gemma4ForCausalLM(config))
+    assert "last 2 layers of Gemma4ForCausalLM take keys and values of layers before" in refusal(
+        folder, exclude=["*per_layer*"]
+    )
+
+
+@pytest.mark.parametrize(("exclude", "whole"), [([], False), (["*experts*"], True)])
+def test_what_can_be_run_as_a_whole_is_told_apart(tmp_path, exclude, whole):
+    """Nothing sees inputs of fused experts; without them the rest can be run, but as a whole."""
+    config = MixtralConfig(**SIZES, num_local_experts=2, num_experts_per_tok=1)
+    plan = plan_conversion(saved(tmp_path / "moe", MixtralForCausalLM(config)), exclude)
+    with pytest.raises(ValueError) as error:
+        LayerwiseModel(plan, CPU)
+    assert isinstance(error.value, NotLayerwiseError) == whole
+    if whole:
+        assert str(error.value).startswith(f"{error.value.reason}; ")
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_sizes_of_hidden_states_are_known_before(tmp_path, kind):
+    folder = saved(tmp_path / kind, MODELS[kind]())
+    layerwise, rows = opened(folder), [token_ids(9), token_ids(2)]
+    layerwise.load_frame()
+    layerwise.load_layer(0)
+    found = sum(layerwise.run_layer(0, row, None).nbytes for row in rows)
+    assert hidden_bytes(plan_conversion(folder), rows, CPU) == found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("is_said", [True, False])
+def test_dtype_on_a_gpu_is_that_of_the_configuration_or_of_the_files(tmp_path, dtype, is_said):
+    """As transformers' "auto", for a device whose dtype is known without one."""
+    folder = saved(tmp_path / "toy", toy_model("llama", dtype=dtype))
+    if not is_said:
+        edited(folder, dtype=None)
+    plan, device = plan_conversion(folder), torch.device("cuda")
+    assert hidden_bytes(plan, [token_ids(5)], device) == 5 * 64 * dtype.itemsize
+    assert AutoModelForCausalLM.from_pretrained(folder, dtype="auto").dtype == dtype
 
 
 def edited(folder, **changes):

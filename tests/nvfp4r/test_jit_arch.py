@@ -49,6 +49,14 @@ INSTRUCTIONS = {
         "{ .reg .b32 r<8>; ld.global.nc.L2::evict_first.v8.b32 {r0,r1,r2,r3,r4,r5,r6,r7}, [%0]; "
         "st.global.b32 [%0], r7; }"
     ),
+    "has_wgmma": (
+        "{ .reg .b32 a<4>; .reg .b64 b; .reg .f32 d<4>; ld.global.v4.b32 {a0, a1, a2, a3}, [%0]; "
+        "ld.global.b64 b, [%0 + 16]; ld.global.v4.f32 {d0, d1, d2, d3}, [%0 + 32]; "
+        "wgmma.fence.sync.aligned; "
+        "wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {d0, d1, d2, d3}, {a0, a1, a2, a3}, b, "
+        "1, 1, 1, 0; wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0; "
+        "st.global.v4.f32 [%0], {d0, d1, d2, d3}; }"
+    ),
 }
 ENCODE = (
     "{ .reg .b8 b; .reg .f32 f; .reg .b32 r; ld.global.f32 f, [%0]; "
@@ -78,6 +86,7 @@ def test_d2_each_gpu_gets_the_path_of_its_family(capability, path):
     assert target.has_fp4_convert is has_fp4_convert
     assert target.has_cluster is target.has_pdl is target.has_bulk_copy is has_cluster_and_pdl
     assert target.has_e4m3_convert is (capability >= (8, 9))
+    assert target.has_wgmma is (capability == (9, 0))
     assert target_named(name) is target
 
 
@@ -118,10 +127,15 @@ def test_claims_reach_the_sources_as_macros():
         "-DNVFP4R_HAS_CLUSTER=0",
         "-DNVFP4R_HAS_PDL=0",
         "-DNVFP4R_HAS_256_BIT_LOADS=0",
+        "-DNVFP4R_HAS_WGMMA=0",
     )
-    assert set(target_named("121a").defines) == {
-        f"-DNVFP4R_{claim.upper()}=1" for claim in INSTRUCTIONS
-    }
+    for name, absent in (
+        ("121a", {"has_wgmma"}),
+        ("90a", {"has_fp4_convert", "has_256_bit_loads"}),
+    ):
+        assert set(target_named(name).defines) == {
+            f"-DNVFP4R_{claim.upper()}={int(claim not in absent)}" for claim in INSTRUCTIONS
+        }
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ def test_the_samples_compile_for_every_target(name):
     expected |= {"exchange"} if target.has_cluster else set()
     expected |= {"bulk"} if target.has_bulk_copy else set()
     expected |= {"decode"} if target.has_fp4_convert else set()
+    expected |= {"group_tile"} if target.has_wgmma else set()
     found = resources(cubin)
     assert set(found) == expected
     assert faults(found, register_ceiling=64) == []

@@ -1,4 +1,4 @@
-"""More tokens than a kernel takes: it runs several times, on equal parts of them."""
+"""What `run_plan` launches: a kernel several times for many tokens, one that prepares x before."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from nvfp4r import launches, quantize
 from nvfp4r.launches import Layer, plan_for, run_plan
 from nvfp4r.ops import linear
 from nvfp4r.packed import pack
-from nvfp4r.plan import DeviceFacts, MediumSplit
+from nvfp4r.plan import DeviceFacts, MediumSplit, plan_with
+from nvfp4r.plan_small import SmallSplit
 from nvfp4r.tuned import Problem, Tuned
 
 H200 = DeviceFacts(sm_count=132, shared_bytes_per_block=232_448, has_pdl=True, has_cluster=True)
@@ -54,3 +55,69 @@ def test_a_tuned_plan_serves_the_passes_too(tuned):
     plan = plan_for(90, N, K, "bf16", H200, 0)
     assert (plan.passes, plan.split) == (2, split)
     assert plan.reason.startswith("2 passes; tuned on this GPU")
+
+
+# ---- who prepares x -----------------------------------------------------------------------------
+
+RAW, PREPARED = 1.0, 2.0
+SPLITS = {"apart": SmallSplit(12, 3), "on its way": SmallSplit(12, 3, 2, shared_x=True)}
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """What is launched, and with what: x as it came or prepared, and what is left to do to it."""
+    seen = []
+
+    def run_prologue(x, input_scale, facts, *, rotation):
+        seen.append(("quantize", float(x[0, 0]), input_scale, rotation))
+        return torch.full_like(x, PREPARED)
+
+    def run_once(plan, x, layer, y, prologue):
+        seen.append((plan.kernel, float(x[0, 0]), prologue))
+
+    monkeypatch.setattr(launches, "run_prologue", run_prologue)
+    monkeypatch.setattr(launches, "_run_once", run_once)
+    monkeypatch.setattr(launches, "required_facts", lambda index: H200)
+    return seen
+
+
+def layer_that(rotates: bool, rounds: bool) -> Layer:
+    empty = torch.empty(3, 2, 1152, dtype=torch.uint8)
+    scale = torch.tensor(0.01) if rounds else None
+    return Layer(empty, torch.ones(N), None, scale, N, K, "bf16", "hadamard16" * rotates or None)
+
+
+@pytest.mark.parametrize(("rotates", "rounds", "bits"), [(1, 0, 1), (0, 1, 2), (1, 1, 3)])
+def test_x_is_prepared_once_before_or_by_the_kernel(launched, rotates, rounds, bits):
+    """By all that the layer asks for; then nothing is left to do."""
+    layer = layer_that(rotates, rounds)
+    x = torch.full((2, K), RAW).bfloat16()
+    apart, on_its_way = (
+        plan_with(split, 2, N, K, "bf16", H200, layer.prepares, reason="")
+        for split in SPLITS.values()
+    )
+    run_plan(apart, x, layer)
+    assert launched == [
+        ("quantize", RAW, layer.input_scale, layer.rotation),
+        ("linear_small_bf16_w12", PREPARED, 0),
+    ]
+    assert bool((x == RAW).all())
+    launched.clear()
+    run_plan(on_its_way, x, layer)
+    assert launched == [("linear_small_bf16_w12_s", RAW, bits)]
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_x_that_is_prepared_already_is_left_alone(launched, split):
+    layer = layer_that(rotates=True, rounds=True)
+    plan = plan_with(SPLITS[split], 2, N, K, "bf16", H200, True, reason="")
+    run_plan(plan, torch.full((2, K), PREPARED).bfloat16(), layer, prepared=True)
+    assert launched == [(plan.kernel, PREPARED, 0)]
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_nothing_is_prepared_where_nothing_has_to_be(launched, split):
+    layer = layer_that(rotates=False, rounds=False)
+    plan = plan_with(SPLITS[split], 2, N, K, "bf16", H200, layer.prepares, reason="")
+    run_plan(plan, torch.full((2, K), RAW).bfloat16(), layer)
+    assert launched == [(plan.kernel, RAW, 0)]

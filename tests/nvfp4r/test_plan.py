@@ -1,14 +1,18 @@
-"""The plan: legal on every shape, equal to the measured choice on the shapes it was measured on."""
+"""The plan: legal on every shape, equal to the measured choice on the shapes it was measured on.
+
+test_plan_small.py has more of up to 8 tokens, test_plan_large.py is about linear_large.
+"""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
 from nvfp4r.plan import (
+    MAX_MEDIUM_M,
     TOKEN_RANGES,
     DeviceFacts,
     MediumSplit,
-    SmallSplit,
     choose_plan,
     plan_with,
     token_range,
@@ -19,26 +23,10 @@ RTX_3090 = DeviceFacts(
     sm_count=82, shared_bytes_per_block=101_376, has_pdl=False, has_cluster=False
 )
 
-MEASURED = [  # N, K, warps, CTAs: the table of plan.py
-    (4096, 4096, 8, 256),
-    (4096, 12288, 12, 256),
-    (5120, 5120, 8, 320),
-    (5120, 25600, 8, 320),
-    (6144, 4096, 8, 384),
-    (7168, 5120, 12, 264),
-    (10240, 5120, 4, 640),
-    (24576, 4096, 4, 792),
-    (51200, 5120, 4, 792),
+QWEN3 = [
+    *((4096, 4096), (4096, 12288), (5120, 5120), (5120, 25600), (6144, 4096)),
+    *((7168, 5120), (10240, 5120), (24576, 4096), (51200, 5120)),
 ]
-
-
-@pytest.mark.parametrize(("N", "K", "warps", "grid"), MEASURED)
-@pytest.mark.parametrize("M", [1, 8])
-def test_measured_shapes(M, N, K, warps, grid):
-    plan = choose_plan(M, N, K, "bf16", H200)
-    assert plan.kernel == f"linear_small_bf16_w{warps}"
-    assert (plan.grid, plan.threads, plan.pdl) == (grid, 32 * (warps + 1), True)
-
 
 MEASURED_MEDIUM = [  # M, N, K, row tiles a warp, CTAs of a cluster, clusters
     (16, 4096, 4096, 1, 4, 43),
@@ -77,32 +65,31 @@ def test_every_small_shape_has_a_legal_plan(device, order, M, N, K):
     assert plan.depth >= 1
     assert plan.shared_bytes <= device.shared_bytes_per_block
     assert plan.pdl == device.has_pdl
-    if M <= 8:
-        assert plan.threads == 32 * (int(plan.kernel.rsplit("_w", 1)[1]) + 1) <= 1024
-    else:
+    if M > 8:
         groups = int(plan.kernel.split("_n")[1][0])
         assert groups * 8 >= M
         assert plan.x_depth >= 1
 
 
 def test_two_ctas_fit_on_an_sm_where_the_rule_counts_on_it():
-    for N, K, _, _ in MEASURED:
+    for N, K in QWEN3:
         for M in (9, 16, 17, 32):
             assert 2 * (choose_plan(M, N, K, "bf16", H200).shared_bytes + 1024) <= 228 * 1024
 
 
-def test_quantised_activations_have_kernels_of_their_own_for_few_tokens():
-    assert choose_plan(8, 4096, 4096, "bf16", H200, True).kernel == "linear_small_bf16_w8_q"
-    assert choose_plan(9, 4096, 4096, "bf16", H200, True) == choose_plan(
-        9, 4096, 4096, "bf16", H200
-    )
+@pytest.mark.parametrize("device", [H200, RTX_3090])
+@pytest.mark.parametrize("M", [9, 16, 32, 64, 65, 192])
+def test_linear_medium_never_prepares_x_itself(device, M):
+    plan = choose_plan(M, 4096, 4096, "bf16", device)
+    assert (plan.path, plan.apart) == ("medium", False)
+    assert choose_plan(M, 4096, 4096, "bf16", device, True) == replace(plan, apart=True)
 
 
-@pytest.mark.parametrize("bounds", [(1, 8), (9, 16), (17, 32), (33, 48), (49, 64)])
+@pytest.mark.parametrize("bounds", TOKEN_RANGES)
 def test_rows_get_the_same_plan_within_a_range_of_m(bounds):
     """So that the bits of a row do not depend on its neighbours (K7)."""
     first, last = bounds
-    for N, K, _, _ in MEASURED:
+    for N, K in QWEN3:
         plans = {
             (p.kernel, p.grid, p.cluster)
             for p in (choose_plan(M, N, K, "bf16", H200) for M in range(first, last + 1))
@@ -142,10 +129,6 @@ def test_bad_sizes(sizes):
 @pytest.mark.parametrize(
     ("M", "split", "fault"),
     [
-        (9, SmallSplit(4, 8), "linear_small takes up to 8 tokens"),
-        (1, SmallSplit(6, 8), r"built for \(4, 8, 12\) warps"),
-        (1, SmallSplit(4, 0), "0 groups of CTAs cannot share 16 row tiles"),
-        (1, SmallSplit(4, 17), "17 groups of CTAs cannot share 16 row tiles"),
         (8, MediumSplit(1, 1, 8, 2, 2), "linear_medium takes 9 to 64 tokens"),
         (32, MediumSplit(2, 1, 8, 2, 2), r"built for \(1,\) row tiles a warp"),
         (16, MediumSplit(1, 3, 8, 2, 2), "3 CTAs cannot form a cluster"),
@@ -165,7 +148,7 @@ def test_clusters_are_refused_where_there_are_none():
         plan_with(MediumSplit(1, 2, 8, 1, 1), 16, 256, 512, "bf16", RTX_3090, reason="")
 
 
-@pytest.mark.parametrize("M", [1, 8, 9, 24, 40, 64])
+@pytest.mark.parametrize("M", [9, 24, 40, 64])
 @pytest.mark.parametrize("device", [H200, RTX_3090])
 def test_a_plan_comes_back_from_its_own_split(M, device):
     plan = choose_plan(M, 10240, 5120, "f16", device)
@@ -173,7 +156,10 @@ def test_a_plan_comes_back_from_its_own_split(M, device):
     assert again == plan
 
 
-def test_token_ranges_are_those_of_the_kernels():
-    assert [token_range(M) for M in (1, 8, 9, 16, 17, 32, 33, 48, 49, 64)] == [
-        bounds for bounds in TOKEN_RANGES for _ in range(2)
-    ]
+def test_every_m_is_in_the_range_that_names_it():
+    assert TOKEN_RANGES[0][0] == 1
+    assert TOKEN_RANGES[-1][1] == MAX_MEDIUM_M
+    for before, after in pairwise(TOKEN_RANGES):
+        assert after[0] == before[1] + 1
+    for first, last in TOKEN_RANGES:
+        assert {token_range(M) for M in range(first, last + 1)} == {(first, last)}

@@ -7,38 +7,22 @@ that a machine without a GPU sees whether rotating and rounding give the bits of
 from __future__ import annotations
 
 import ctypes
-import os
-import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
 
-from nvfp4r.jit import kernel_sources
 from nvfp4r.methods.rotation import rotate
 from nvfp4r.quantize import quantize_activations
+from tests.nvfp4r.on_host import compiled
 
-HOST = Path(__file__).parent / "host"
 ROTATE, QUANTIZE = 1, 2
 
 
 @pytest.fixture(scope="module")
 def prologue(tmp_path_factory):
     """The compiled function, called as (x in 16 bits, steps, scale) -> (values, saturated)."""
-    compiler = shutil.which("g++")
-    if compiler is None:
-        assert not os.environ.get("CI"), "CI needs g++"
-        pytest.skip("no g++")
-    folder = tmp_path_factory.mktemp("host")
-    for file in HOST.iterdir():
-        shutil.copy(file, folder)
-    (folder / "quantize.cuh").write_text(kernel_sources()["quantize.cuh"])
-    library = folder / "prologue.so"
-    # The arithmetic has no a * b + c to contract; the flag makes sure of it.
-    flags = ["-O1", "-std=c++17", "-ffp-contract=off", "-shared", "-fPIC", "-w"]
-    subprocess.run([compiler, *flags, folder / "prologue.cpp", "-o", library], check=True)
-    function = ctypes.CDLL(str(library)).prologue
+    library = compiled("prologue.cpp", tmp_path_factory.mktemp("host"), "quantize.cuh")
+    function = library.prologue
     function.restype = ctypes.c_uint64
     function.argtypes = [
         *(ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int, ctypes.c_int, ctypes.c_float),

@@ -5,6 +5,7 @@ import logging
 import subprocess
 import sys
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -13,15 +14,18 @@ import torch
 from nvfp4r import launches, ops, tuned
 from nvfp4r.launches import plan_for
 from nvfp4r.packed import pack
-from nvfp4r.plan import DeviceFacts, MediumSplit, SmallSplit, choose_plan
+from nvfp4r.plan import DeviceFacts, MediumSplit, choose_plan
+from nvfp4r.plan_small import SmallSplit
 from nvfp4r.quantize import quantize
 from nvfp4r.tuned import Problem, Tuned, load_tuned, sources_key, tuned_file
 
-H200 = DeviceFacts(132, 232_448, has_pdl=True, has_cluster=True)
+H200 = DeviceFacts(132, 232_448, has_pdl=True, has_cluster=True, has_wgmma=True)
 GPU = "NVIDIA H200"
-FEW = Problem((1, 8), 256, 512, "bf16", False)
+TWO = Problem((1, 2), 256, 512, "bf16", True)
+FEW = Problem((3, 8), 256, 512, "bf16", False)
 MORE = Problem((17, 32), 256, 512, "bf16", True)
 PLANS = {
+    TWO: Tuned(SmallSplit(12, 8, 3, shared_x=True), 3.0, 4.0),
     FEW: Tuned(SmallSplit(12, 16), 8.0, 10.0),
     MORE: Tuned(MediumSplit(1, 2, 8, 2, 3), 9.25, 10.5),
 }
@@ -77,16 +81,17 @@ def test_the_file_tells_where_it_was_made(kept):
     assert document["driver"] == "580.95.05"
     assert document["sm_count"] == 132
     assert document["sources"] == sources_key()
-    assert document["plans"][0] == {
-        "tokens": [1, 8],
+    assert document["plans"][1] == {
+        "tokens": [3, 8],
         "N": 256,
         "K": 512,
         "order": "bf16",
         "quantised": False,
-        "split": {"warps": 12, "grid": 16},
+        "split": {"warps": 12, "grid": 16, "depth": 2, "shared_x": False},
         "us": 8.0,
         "default_us": 10.0,
     }
+    assert document["plans"][0]["split"] == {"warps": 12, "grid": 8, "depth": 3, "shared_x": True}
 
 
 def test_no_file_is_no_plans(folder, caplog):
@@ -132,10 +137,10 @@ def test_the_hash_follows_the_kernel_sources(monkeypatch):
 
 
 def entry(**values):
-    """The document with one entry, changed."""
+    """The document with the entry of FEW alone, changed."""
 
     def apply(document):
-        document["plans"] = [document["plans"][0] | values]
+        document["plans"] = [document["plans"][1] | values]
         return json.dumps(document)
 
     return apply
@@ -150,14 +155,29 @@ DAMAGES = {
     "no list": lambda document: json.dumps(document | {"plans": 3}),
     "no entries": lambda document: json.dumps(document | {"plans": [3]}),
     "an unknown field": entry(colour="red"),
-    "no such range": entry(tokens=[1, 9]),
-    "three tokens": entry(tokens=[1, 8, 9]),
+    "no such range": entry(tokens=[3, 9]),
+    "a range of other kernels": entry(tokens=[1, 8]),
+    "three tokens": entry(tokens=[3, 8, 9]),
     "the split of another kernel": entry(split={"held": 1, "cluster": 1}),
+    "a split of linear_large": entry(
+        tokens=[33, 48], split=asdict(choose_plan(65, 256, 512, "bf16", H200).split)
+    ),
     "no split": entry(split=None),
     "too many warps": entry(split={"warps": 16, "grid": 16}),
     "more CTAs than tiles": entry(split={"warps": 12, "grid": 17}),
     "half a CTA": entry(split={"warps": 12, "grid": 8.5}),
     "a word": entry(split={"warps": 12, "grid": "16"}),
+    "no stages": entry(split={"warps": 12, "grid": 16, "depth": 0}),
+    "stages that do not fit": entry(split={"warps": 12, "grid": 16, "depth": 9}),
+    "true stages": entry(split={"warps": 12, "grid": 16, "depth": True}),
+    "x in shared memory: 1": entry(split={"warps": 12, "grid": 16, "shared_x": 1}),
+    "x in shared memory: a word": entry(split={"warps": 12, "grid": 16, "shared_x": "yes"}),
+    "x in shared memory: nothing": entry(split={"warps": 12, "grid": 16, "shared_x": None}),
+    "x in shared memory of 8 warps": entry(split={"warps": 8, "grid": 16, "shared_x": True}),
+    "x that does not fit": entry(K=16_384, split={"warps": 4, "grid": 16, "shared_x": True}),
+    "x in shared memory of linear_medium": entry(
+        tokens=[9, 16], split=asdict(MediumSplit(1, 2, 8, 2, 3)) | {"shared_x": False}
+    ),
     "no order": entry(order="f32"),
     "an odd K": entry(K=24),
     "no time": entry(us="fast"),
@@ -184,7 +204,7 @@ def test_a_split_must_fit_the_largest_m_of_its_range(kept, caplog):
     """49 tokens would fit, 64 do not."""
     split = {"held": 2, "cluster": 1, "clusters": 8, "depth": 2, "x_depth": 3}
     document = json.loads(kept.read_text())
-    document["plans"] = [document["plans"][0] | {"tokens": [49, 64], "split": split}]
+    document["plans"] = [document["plans"][1] | {"tokens": [49, 64], "split": split}]
     kept.write_text(json.dumps(document))
     assert load_tuned(GPU, H200) == {}
     (message,) = messages(caplog)
@@ -247,12 +267,28 @@ def gpu(monkeypatch):
     launches.tuned_plans.cache_clear()
 
 
-@pytest.mark.parametrize("M", [1, 5, 8])
+@pytest.mark.parametrize("M", [3, 5, 8])
 def test_a_tuned_plan_serves_its_whole_range(kept, gpu, M):
     plan = plan_for(M, 256, 512, "bf16", H200, 0)
     assert (plan.kernel, plan.grid) == ("linear_small_bf16_w12", 16)
     assert plan.reason == "tuned on this GPU: takes 20% less time than the rule's plan"
     assert plan.shared_bytes == 2 * (12 * 2304 + 16) + 2 * 12 * 16 * M * 4
+
+
+@pytest.mark.parametrize("M", [1, 2])
+def test_a_tuned_plan_may_keep_x_in_shared_memory(kept, gpu, M):
+    plan = plan_for(M, 256, 512, "bf16", H200, 0, quantised=True)
+    assert (plan.kernel, plan.grid, plan.depth) == ("linear_small_bf16_w12_s", 8, 3)
+    assert (plan.threads, plan.apart) == (448, False)
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+def test_a_tuned_plan_may_prepare_x_apart(folder, gpu, quantised):
+    """Measured with that kernel in front of it."""
+    problem = Problem((1, 2), 256, 512, "bf16", quantised)
+    tuned_file(GPU, H200).write({problem: Tuned(SmallSplit(8, 16), 3.0, 4.0)}, None)
+    plan = plan_for(2, 256, 512, "bf16", H200, 0, quantised)
+    assert (plan.kernel, plan.apart) == ("linear_small_bf16_w8", quantised)
 
 
 @pytest.mark.parametrize("M", [17, 24, 32])
@@ -262,14 +298,30 @@ def test_the_bits_of_a_row_do_not_depend_on_m(kept, gpu, M):
     assert (plan.cluster, plan.grid, plan.depth, plan.x_depth) == (2, 16, 2, 3)
 
 
+def test_a_tuned_plan_replaces_linear_large_in_its_range_alone(folder, gpu, caplog):
+    """That 33 to 64 tokens are linear_large's by the rule does not make the file a damaged one."""
+    split = MediumSplit(1, 2, 8, 2, 2)
+    problem = Problem((33, 48), 4240, 512, "bf16", False)
+    tuned_file(GPU, H200).write({problem: Tuned(split, 8.0, 10.0)}, None)
+    for M in (33, 48):
+        plan = plan_for(M, 4240, 512, "bf16", H200, 0)
+        assert (plan.path, plan.kernel, plan.split) == ("medium", "linear_medium_bf16_n6_r1", split)
+    for M in (49, 66, 96, 144):
+        plan = plan_for(M, 4240, 512, "bf16", H200, 0)
+        assert plan == choose_plan(M, 4240, 512, "bf16", H200)
+        assert plan.path == "large"
+    assert messages(caplog) == []
+
+
 @pytest.mark.parametrize(
     "problem",
     [
         (9, 256, 512, "bf16", False),  # another range
-        (1, 256, 1024, "bf16", False),
-        (1, 272, 512, "bf16", False),
-        (1, 256, 512, "f16", False),
-        (1, 256, 512, "bf16", True),  # another kernel
+        (2, 256, 512, "bf16", False),
+        (3, 256, 1024, "bf16", False),
+        (3, 272, 512, "bf16", False),
+        (3, 256, 512, "f16", False),
+        (3, 256, 512, "bf16", True),  # another kernel
         (65, 256, 512, "bf16", False),
     ],
 )
@@ -281,17 +333,17 @@ def test_everything_else_goes_by_the_rule(kept, gpu, problem):
 
 
 def test_the_file_is_read_once(kept, gpu):
-    before = plan_for(1, 256, 512, "bf16", H200, 0)
+    before = plan_for(3, 256, 512, "bf16", H200, 0)
     kept.unlink()
-    assert plan_for(1, 256, 512, "bf16", H200, 0) == before
+    assert plan_for(3, 256, 512, "bf16", H200, 0) == before
     launches.tuned_plans.cache_clear()
-    assert plan_for(1, 256, 512, "bf16", H200, 0) == choose_plan(1, 256, 512, "bf16", H200)
+    assert plan_for(3, 256, 512, "bf16", H200, 0) == choose_plan(3, 256, 512, "bf16", H200)
 
 
 def test_a_bad_file_is_told_of_once(kept, gpu, caplog):
     kept.write_text("{")
     for _ in range(3):
-        assert plan_for(1, 256, 512, "bf16", H200, 0) == choose_plan(1, 256, 512, "bf16", H200)
+        assert plan_for(3, 256, 512, "bf16", H200, 0) == choose_plan(3, 256, 512, "bf16", H200)
     assert len(messages(caplog)) == 1
 
 

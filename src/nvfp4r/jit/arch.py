@@ -37,6 +37,7 @@ class Target:
         has_cluster: thread block clusters and distributed shared memory.
         has_pdl: programmatic dependent launch (griddepcontrol).
         has_256_bit_loads: 32-byte global loads, with an L2 eviction hint.
+        has_wgmma: matrix instructions of a warpgroup, which only 9.0 has.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Target:
     has_cluster: bool
     has_pdl: bool
     has_256_bit_loads: bool
+    has_wgmma: bool
 
     @property
     def sm(self) -> str:
@@ -85,6 +87,7 @@ def _family(major: int, first: int, last: int, name: str, *, shared_kib_per_sm: 
         has_cluster=number >= 90,
         has_pdl=number >= 90,
         has_256_bit_loads=number >= 100,
+        has_wgmma=number == 90,
     )
     return _Family(major, first, last, target)
 

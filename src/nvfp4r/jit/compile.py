@@ -16,12 +16,14 @@ from nvfp4r.jit.arch import Target
 # No fast math anywhere: exact products in fp16 need subnormals, and division must be rounded right.
 # --no-source-include keeps files of the current folder out, which no cache key could know of.
 # -lineinfo changes no instruction; profilers, sanitizers and our errors name source lines with it.
-# Nor does --split-compile, which assembles kernels in parallel.
+# Nor does --split-compile, which assembles kernels in parallel. --no-cache: what comes from the
+# compiler's own cache has no report of registers and spills; the cache of this package is cache.py.
 _OPTIONS = (
     "-std=c++17",
     "--no-source-include",
     "-lineinfo",
     "--split-compile=0",
+    "--no-cache",
     "--ptxas-options=-v",
 )
 _ERROR = re.compile(

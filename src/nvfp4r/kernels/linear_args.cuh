@@ -14,7 +14,7 @@ struct LinearArgs {
     int kblocks;               // ceil(K / 128)
     int depth;                 // stages of the ring
     int x_depth;               // stages of the ring of x, where there is one
-    int prologue;              // what is done to x on its way (quantize.cuh); 0 for nothing
+    int prologue;              // what linear_shared does to x on its way (quantize.cuh)
 };
 
 __device__ constexpr int kTileBytes = 1152;  // 16 rows x 128 columns: 2 x 512 codes, 128 scales

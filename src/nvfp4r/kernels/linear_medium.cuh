@@ -60,58 +60,31 @@ struct Place {
     }
 };
 
-// Puts x into the ring, 256 columns a stage. Every producer takes a part of each stage.
-template <int MODE>
-struct XProducer {
-    const LinearArgs& p;
-    const int thread;  // of all producers
-
-    // Plain asynchronous copies: a bulk copy a token would take 100 cycles each.
-    __device__ __forceinline__ void copy(u32 stage, int column) const {
-        const int first = thread >> 5, lane = thread & 31;
-        if (column + 8 * lane >= p.K) return;
-        u32 target = stage + first * kTokenBytes + 16 * lane;
-        const u16* source = p.x + (u64)first * p.K + column + 8 * lane;
-#pragma unroll 4
-        for (int token = first; token < p.M; token += kXWarps) {
-            copy_async_16(target, source);
-            target += kXWarps * kTokenBytes;
-            source += kXWarps * p.K;
-        }
-    }
-
-    // Rotated or rounded to NVFP4 on the way.
-    __device__ __forceinline__ void prepare(u32 stage, int column, float scale) const {
-        for (int i = thread; i < 16 * p.M; i += 32 * kXWarps) {
-            const int token = i >> 4, at = 16 * (i & 15);
-            if (column + at >= p.K) continue;
-            Block block = load_block(p.x + (u64)token * p.K + column + at);
-            prepare_block<MODE>(block.v, p.prologue, scale);
-            store_block_shared(stage + token * kTokenBytes + 2 * at, block);
-        }
-    }
-};
-
-template <int MODE>
+// Puts x into the ring, 256 columns a stage; every producer takes a part of each. Plain asynchronous
+// copies: a bulk copy a token would take 100 cycles each. x is taken as it is: preparing it here took
+// two warps two to four times as long as the multiplications (benchmarks/prologue.py).
 __device__ __forceinline__ void produce_activations(const LinearArgs& p, const MediumWork& work,
                                                     const Cluster& cluster, u32 stage0,
                                                     u32 stage_bytes, u32 full, u32 empty,
                                                     int thread) {
-    const XProducer<MODE> producer{p, thread};
+    const int first = thread >> 5, lane = thread & 31;
     wait_for_previous_kernel();
-    const float scale = p.input_scale ? *p.input_scale : 0.f;
     Place place{0, 1};  // the first round finds every stage empty
     for (int pass = 0; pass < work.passes; pass++) {
         for (int chunk = work.chunk0; chunk < work.chunk1; chunk++) {
-            const u32 stage = stage0 + place.slot * stage_bytes, barrier = full + 8 * place.slot;
+            const int column = chunk * 256 + 8 * lane;
             barrier_wait(empty + 8 * place.slot, place.parity);
-            if (p.prologue) {
-                producer.prepare(stage, chunk * 256, scale);
-                barrier_arrive(barrier);
-            } else {
-                producer.copy(stage, chunk * 256);
-                arrive_after_copies(barrier);
+            if (column < p.K) {
+                u32 target = stage0 + place.slot * stage_bytes + first * kTokenBytes + 16 * lane;
+                const u16* source = p.x + (u64)first * p.K + column;
+#pragma unroll 4
+                for (int token = first; token < p.M; token += kXWarps) {
+                    copy_async_16(target, source);
+                    target += kXWarps * kTokenBytes;
+                    source += kXWarps * p.K;
+                }
             }
+            arrive_after_copies(full + 8 * place.slot);
             place.next(p.x_depth);
         }
         if (cluster.size > 1) {  // the two of the consumers
@@ -266,7 +239,7 @@ __device__ __forceinline__ void linear_medium(const LinearArgs& p) {
     __syncthreads();
     launch_dependents();
     if (warp >= kMediumWarps) {
-        produce_activations<MODE>(p, work, cluster, x_stages, kXBytes, full, empty,
+        produce_activations(p, work, cluster, x_stages, kXBytes, full, empty,
                                   threadIdx.x - 32 * kMediumWarps);
         return;
     }

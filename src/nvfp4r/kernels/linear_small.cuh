@@ -9,6 +9,8 @@
 // What bounds it (H200, docs/log.md): about 20 issued instructions per 256 weights, and some 2 us of
 // each launch in which the stream of weights stands still.
 //
+// It never prepares x, which would be done anew for every tile: linear_shared does, or a kernel before.
+//
 // Numbers: products of code, block scale and activation are exact in the tensor core; sums are
 // float32, in an order that depends on the plan alone and never on M. alpha is applied in float32.
 #pragma once
@@ -59,8 +61,7 @@ __device__ __forceinline__ void produce(const LinearArgs& p, int tile0, int tile
     }
 }
 
-// PREPARE: x is rotated or rounded to NVFP4 on its way, as p.prologue says.
-template <int MODE, int W, bool PREPARE>
+template <int MODE, int W>
 __device__ __forceinline__ void linear_small(const LinearArgs& p) {
     constexpr u32 kStageBytes = W * kUnitBytes;
     extern __shared__ __align__(128) u8 shared[];
@@ -129,10 +130,6 @@ __device__ __forceinline__ void linear_small(const LinearArgs& p) {
             const Vec4 words0 = load_shared_16(words_at + at);
             const Vec4 words1 = load_shared_16(words_at + at + 512);
             const u32 scales = load_shared_4(scales_at + at);
-            if (PREPARE) {
-                prepare_block<MODE>(x[k][0].v, p.prologue, input_scale);
-                prepare_block<MODE>(x[k][1].v, p.prologue, input_scale);
-            }
             multiply_half<MODE>(acc, words0, decode_scales<MODE>(scales, 0), x[k][0]);
             multiply_half<MODE>(acc, words1, decode_scales<MODE>(scales, 1), x[k][1]);
         };

@@ -52,6 +52,10 @@ __device__ __forceinline__ void store_block(void* to, const Block& b) {
                  :: "r"(b.v[0]), "r"(b.v[1]), "r"(b.v[2]), "r"(b.v[3]),
                     "r"(b.v[4]), "r"(b.v[5]), "r"(b.v[6]), "r"(b.v[7]), "l"(to) : "memory");
 }
+__device__ __forceinline__ Block load_block_shared(u32 from) {
+    const Vec4 a = load_shared_16(from), b = load_shared_16(from + 16);
+    return {{a.v[0], a.v[1], a.v[2], a.v[3], b.v[0], b.v[1], b.v[2], b.v[3]}};
+}
 __device__ __forceinline__ void store_block_shared(u32 to, const Block& b) {
     asm volatile("st.shared.v4.b32 [%8], {%0,%1,%2,%3};\n"
                  "st.shared.v4.b32 [%8 + 16], {%4,%5,%6,%7};"

@@ -40,6 +40,21 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
                  "DONE:\n}" :: "r"(barrier), "r"(parity) : "memory");
 }
 
+#if NVFP4R_HAS_BULK_COPY
+// `bytes` of bulk copies are about to be started for this phase; one arrival.
+__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+                 :: "r"(barrier), "r"(bytes) : "memory");
+}
+
+// By one thread; addresses and `bytes` are multiples of 16.
+__device__ __forceinline__ void copy_bulk(u32 target, const void* source, u32 bytes, u32 barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+                 "[%0], [%1], %2, [%3];"
+                 :: "r"(target), "l"(source), "r"(bytes), "r"(barrier) : "memory");
+}
+#endif
+
 // 16 bytes of this lane; both addresses are multiples of 16.
 __device__ __forceinline__ void copy_async_16(u32 target, const void* source) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(target), "l"(source)
@@ -66,9 +81,7 @@ struct Producer {
     // A stage of `bytes` in all is about to be copied.
     __device__ __forceinline__ void begin(u32 full, u32 bytes) const {
 #if NVFP4R_HAS_BULK_COPY
-        if (lane == 0)
-            asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
-                         :: "r"(full), "r"(bytes) : "memory");
+        if (lane == 0) barrier_expect(full, bytes);
 #endif
     }
 

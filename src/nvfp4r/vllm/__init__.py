@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
+from types import EllipsisType
 
 from nvfp4r.vllm.settings import ActivationSetting, Settings, change
 from nvfp4r.vllm.status import Status, status
@@ -76,13 +77,15 @@ def disable() -> None:
 
 
 def configure(
-    *, gemv_max_m: int | None = None, activations: ActivationSetting | None = None
+    *,
+    gemv_max_m: int | EllipsisType | None = ...,
+    activations: ActivationSetting | EllipsisType = ...,
 ) -> Settings:
     """Sets what models that are built from now on are told; what is left out stays as it is.
 
     Args:
-        gemv_max_m: largest number of tokens that the small-batch kernels serve, 0 .. 192; a dense
-            product on unpacked rows serves the others.
+        gemv_max_m: largest number of tokens that the kernels serve, >= 0; above it weights are
+            unpacked for a dense product. None sets no limit: the plan decides.
         activations: for W4A4 checkpoints, "nvfp4", "none", or "auto": 4 bits where the GPU has FP4
             units.
 
@@ -97,7 +100,7 @@ def configure(
         8
     """
     given = {"gemv_max_m": gemv_max_m, "activations": activations}
-    return change(**{name: value for name, value in given.items() if value is not None})
+    return change(**{name: value for name, value in given.items() if value is not ...})
 
 
 def _require_vllm() -> None:

@@ -270,7 +270,7 @@ def _reason_to_decline(config: Any, stored: Activations) -> str | None:
     if envs.VLLM_BATCH_INVARIANT:
         return (
             "VLLM_BATCH_INVARIANT is set, and a row's bits depend on the number of tokens where "
-            "one kernel of nvfp4r hands over to another (above 8 and above 64 tokens)"
+            "one kernel or plan of nvfp4r hands over to another (above 8 tokens, for example)"
         )
     if getattr(config, "online_quantization_config", None) is not None:
         return "a quantisation config asks for requantisation while loading"

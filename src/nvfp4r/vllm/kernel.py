@@ -43,6 +43,7 @@ class NVFP4RLinearKernel(NvFp4LinearKernel):
         super().__init__(config)
         self.rotation = rotation
         self.settings = Settings.from_environment()
+        self.token_limit = self.settings.token_limit
         self.order = ""
         self.rounds_activations = False
 
@@ -124,7 +125,7 @@ class NVFP4RLinearKernel(NvFp4LinearKernel):
                 packed.K,
                 self.order,
                 self.rounds_activations,
-                self.settings.gemv_max_m,
+                self.token_limit,
                 self.rotation,
             ),
             dialect=dialect,
@@ -155,7 +156,7 @@ class NVFP4RLinearKernel(NvFp4LinearKernel):
             layer.output_size_per_partition,
             layer.input_size_per_partition,
             self.order,
-            self.settings.gemv_max_m,
+            self.token_limit,
             self.rotation,
         )
         return y

@@ -29,7 +29,7 @@ def vllm_linear(
     gemv_max_m: int,
     rotation: str | None = None,
 ) -> Tensor:
-    """As `torch.ops.nvfp4r.linear`, by the small-batch kernels only up to `gemv_max_m` tokens."""
+    """As `torch.ops.nvfp4r.linear`, but by `gemm` above `gemv_max_m` tokens (NO_LIMIT: never)."""
     M = x.numel() // K
     op = gemm if gemv_max_m < M else linear
     y = op(x, tiles, alpha, bias, input_scale, N, K, order, rotation)

@@ -17,6 +17,7 @@ from torch import nn
 from nvfp4r.dialects import Activations
 from nvfp4r.launches import plan_for
 from nvfp4r.plan import MAX_KERNEL_M, DeviceFacts, choose_plan
+from nvfp4r.vllm.settings import NO_LIMIT
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class LayerShape:
         N, K: outputs and inputs on this rank.
         order: "bf16" or "f16", the dtype of activations.
         quantised: whether activations are rounded to NVFP4.
-        gemv_max_m: largest M of the small-batch kernels.
+        gemv_max_m: largest M of the kernels, NO_LIMIT if the plan alone decides.
         rotation: of x before all else, None for most checkpoints.
     """
 
@@ -76,7 +77,7 @@ def path_for(
         device_index: of the GPU, None to leave plans that were tuned for it out of account.
 
     Returns:
-        path: "small" or "medium" (kernels), "unpack" (dense product on unpacked rows) or
+        path: "small", "medium" or "large" (kernels), "unpack" (dense product on unpacked rows) or
             "reference" (the same on a CPU).
         reason: a sentence for people.
     """
@@ -108,7 +109,10 @@ def paths(
 ) -> Iterator[PathRange]:
     """The paths of a layer for M = 1, 2, ... in ranges; the reason is that of the first M."""
     first, (path, reason) = 1, path_for(1, shape, facts, device_index)
-    for M in range(2, MAX_KERNEL_M + 2):
+    changes = list(range(2, MAX_KERNEL_M + 2))  # above, the limit alone changes anything
+    if changes[-1] <= shape.gemv_max_m < NO_LIMIT:
+        changes.append(shape.gemv_max_m + 1)
+    for M in changes:
         found = path_for(M, shape, facts, device_index)
         if found[0] != path:
             yield PathRange(first, M - 1, path, reason)

@@ -13,13 +13,15 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from nvfp4r.dialects import Activations
-from nvfp4r.plan import MAX_KERNEL_M
 
 ActivationSetting = Literal["auto", "nvfp4", "none"]
 
 ENABLED = "NVFP4R"
 GEMV_MAX_M = "NVFP4R_GEMV_MAX_M"
 ACTIVATIONS = "NVFP4R_ACTIVATIONS"
+
+NO_LIMIT = 2**31 - 1
+"""What ops and records hold for "no limit": more tokens than any call has."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +30,9 @@ class Settings:
 
     Attributes:
         enabled: whether models that are built from now on use this project's linear layers.
-        gemv_max_m: largest number of tokens M that the small-batch kernels serve, 0 .. 192. Above
-            it, and always with 0, a dense product on unpacked rows does it.
+        gemv_max_m: largest number of tokens that the kernels serve, >= 0; above it, and always
+            with 0, weights are unpacked for a dense product. None, the default, leaves it to the
+            plan (`nvfp4r.plan.choose_plan`).
         activations: of W4A4 checkpoints: "nvfp4" rounds them to 4 bits as the checkpoint says,
             "none" leaves them in 16 bits, "auto" rounds them where the GPU has FP4 units.
 
@@ -39,24 +42,29 @@ class Settings:
     """
 
     enabled: bool = False
-    gemv_max_m: int = MAX_KERNEL_M
+    gemv_max_m: int | None = None
     activations: ActivationSetting = "auto"
 
     def __post_init__(self) -> None:
-        if isinstance(self.gemv_max_m, bool) or not isinstance(self.gemv_max_m, int):
-            raise TypeError(
-                f"gemv_max_m is {self.gemv_max_m!r}, need an int from 0 to {MAX_KERNEL_M}"
-            )
-        if not 0 <= self.gemv_max_m <= MAX_KERNEL_M:
-            raise ValueError(
-                f"gemv_max_m is {self.gemv_max_m}, need 0 (never) to {MAX_KERNEL_M}, the largest "
-                "number of tokens that the kernels take"
-            )
+        limit = self.gemv_max_m
+        if limit is not None:
+            if isinstance(limit, bool) or not isinstance(limit, int):
+                raise TypeError(f"gemv_max_m is {limit!r}, need an int >= 0, or None for no limit")
+            if limit < 0:
+                raise ValueError(
+                    f"gemv_max_m is {limit}, need 0 (the kernels never run) or more, or None for "
+                    "no limit"
+                )
         if self.activations not in get_args(ActivationSetting):
             raise ValueError(
                 f"activations is {self.activations!r}, need one of "
                 f"{', '.join(get_args(ActivationSetting))}"
             )
+
+    @property
+    def token_limit(self) -> int:
+        """`gemv_max_m` as ops and records hold it: 0 .. NO_LIMIT."""
+        return NO_LIMIT if self.gemv_max_m is None else min(self.gemv_max_m, NO_LIMIT)
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Settings:
@@ -69,27 +77,25 @@ class Settings:
         enabled = environment.get(ENABLED, "0")
         if enabled not in ("0", "1"):
             raise ValueError(f"{ENABLED} is {enabled!r} in the environment, need 1 (on) or 0 (off)")
-        limit = environment.get(GEMV_MAX_M, str(MAX_KERNEL_M))
-        if not (limit.isascii() and limit.isdigit()):
+        text = environment.get(GEMV_MAX_M)
+        if text is not None and not (text.isascii() and text.isdigit()):
             raise ValueError(
-                f"{GEMV_MAX_M} is {limit!r} in the environment, need an integer from 0 to "
-                f"{MAX_KERNEL_M}"
+                f"{GEMV_MAX_M} is {text!r} in the environment, need an integer >= 0; unset it for "
+                "no limit"
             )
         activations = environment.get(ACTIVATIONS, "auto")
         try:
-            return cls(enabled == "1", int(limit), activations)  # type: ignore[arg-type]
+            limit = None if text is None else int(text)
+            return cls(enabled == "1", limit, activations)  # type: ignore[arg-type]
         except ValueError as error:
-            raise ValueError(
-                f"{GEMV_MAX_M}={limit}, {ACTIVATIONS}={activations} in the environment: {error}"
-            ) from None
+            names = [name for name in (GEMV_MAX_M, ACTIVATIONS) if name in environment]
+            held = ", ".join(f"{name}={environment[name]}" for name in names)
+            raise ValueError(f"{held} in the environment: {error}") from None
 
     def environment(self) -> dict[str, str]:
-        """The variables that hold these settings."""
-        return {
-            ENABLED: "1" if self.enabled else "0",
-            GEMV_MAX_M: str(self.gemv_max_m),
-            ACTIVATIONS: self.activations,
-        }
+        """The variables that hold these settings; no limit is no variable."""
+        limit = {} if self.gemv_max_m is None else {GEMV_MAX_M: str(self.gemv_max_m)}
+        return {ENABLED: "1" if self.enabled else "0", ACTIVATIONS: self.activations, **limit}
 
 
 def change(**values: object) -> Settings:
@@ -99,7 +105,10 @@ def change(**values: object) -> Settings:
         TypeError, ValueError: see `Settings`; nothing is changed then.
     """
     settings = replace(Settings.from_environment(), **values)  # type: ignore[arg-type]
-    os.environ.update(settings.environment())
+    variables = settings.environment()
+    if GEMV_MAX_M not in variables:
+        os.environ.pop(GEMV_MAX_M, None)
+    os.environ.update(variables)
     return settings
 
 

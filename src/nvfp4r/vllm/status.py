@@ -7,7 +7,7 @@ from typing import Any
 
 from nvfp4r.naming import counted, layer_pattern
 from nvfp4r.vllm.record import LayerEntry, PathCount, PathRange, Record, paths, record
-from nvfp4r.vllm.settings import Settings
+from nvfp4r.vllm.settings import NO_LIMIT, Settings
 from nvfp4r.vllm.versions import UnknownVllmError, check_version, installed_version
 
 
@@ -25,9 +25,9 @@ class LayerGroup:
         rotation: of inputs before all else, None if there is none.
         architecture: what kernels are compiled for, "cpu" on a CPU.
         dtype: "bf16" or "f16".
-        gemv_max_m: the limit that the layers were built with.
+        gemv_max_m: the limit that the layers were built with, None if there is none.
         unequal_scales: how many of the layers are fused from parts of different global scales.
-        paths: which path serves which numbers of tokens M, and why.
+        paths: which path (`path_for`) serves which numbers of tokens M, and why.
         calls: calls by path; of all layers of this N, K and activation mode.
     """
 
@@ -41,7 +41,7 @@ class LayerGroup:
     rotation: str | None
     architecture: str
     dtype: str
-    gemv_max_m: int
+    gemv_max_m: int | None
     unequal_scales: int
     paths: tuple[PathRange, ...]
     calls: dict[str, PathCount]
@@ -157,7 +157,7 @@ def _groups(seen: Record) -> list[LayerGroup]:
                 rotation=shape.rotation,
                 architecture=first.architecture,
                 dtype=shape.order,
-                gemv_max_m=shape.gemv_max_m,
+                gemv_max_m=None if shape.gemv_max_m == NO_LIMIT else shape.gemv_max_m,
                 unequal_scales=sum(entry.global_scales > 1 for entry in entries),
                 paths=tuple(paths(shape, first.facts, first.device_index)),
                 calls={path: count for (of, path), count in seen.counts.items() if of == shape},

@@ -1,5 +1,5 @@
-// Stands in for kernels/decode.cuh (and ptx.cuh) where quantize.cuh is compiled for the host: the
-// few instructions that its arithmetic uses, with the rounding that PTX defines for them.
+// Stands in for kernels/decode.cuh (and ptx.cuh) where quantize.cuh and arrange.cuh are compiled for
+// the host: the few instructions that their arithmetic uses, with the rounding that PTX defines.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -14,6 +14,9 @@ typedef uint8_t u8;
 typedef uint16_t u16;
 typedef uint32_t u32;
 typedef uint64_t u64;
+
+struct alignas(16) Vec4 { u32 v[4]; };
+Vec4 load_shared_16(u32 address);  // of functions that are not called here
 
 enum XMode { X_F16 = 0, X_BF16 = 1 };
 
@@ -51,7 +54,7 @@ static u16 f32_to_f16(float value) {
     return std::isnan(value) ? 0x7FFF : same_bits<u16>((_Float16)value);
 }
 
-// What the kernel around the arithmetic uses; it is not called here.
+// What the kernels around the arithmetic use: set by loops in arrange.cpp.
 struct Index { unsigned x; };
 static Index gridDim, blockDim, blockIdx, threadIdx;
 static void launch_dependents() {}

@@ -181,14 +181,14 @@ def test_settings_are_part_of_the_key_of_compiled_graphs(monkeypatch):
         configs.ModelOptNvFp4Config, "get_quant_method", lambda self, layer, prefix: None
     )
     hashes = []
-    for settings in ({}, {"NVFP4R_GEMV_MAX_M": "8"}, {"NVFP4R": "0"}):
+    for settings in ({}, {"NVFP4R_GEMV_MAX_M": "8"}, {"NVFP4R_GEMV_MAX_M": "400"}, {"NVFP4R": "0"}):
         for name, value in settings.items():
             monkeypatch.setenv(name, value)
         with vllm_config() as config:
             before = config.compute_hash()
             method_of(make_config("modelopt", "none"))
         hashes.append(config.compute_hash())
-    assert len(set(hashes)) == 3
+    assert len(set(hashes)) == 4
     assert hashes[-1] == before  # switched off, the key is vLLM's own
 
 

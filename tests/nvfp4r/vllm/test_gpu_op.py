@@ -6,14 +6,17 @@ import pytest
 import torch
 
 from nvfp4r import quantize
+from nvfp4r.launches import required_facts
 from nvfp4r.ops import linear
 from nvfp4r.packed import pack
 from nvfp4r.vllm.op import vllm_linear
 from nvfp4r.vllm.record import record
+from nvfp4r.vllm.settings import NO_LIMIT
 
 pytestmark = pytest.mark.gpu
 
 N, K = 384, 256
+ABOVE_192 = "as the GPU has it above 192 tokens"
 
 
 @pytest.fixture(autouse=True)
@@ -35,25 +38,32 @@ def tokens(M: int) -> torch.Tensor:
     return torch.randn(M, K, device="cuda", generator=generator).bfloat16()
 
 
-def run(layer, x: torch.Tensor, gemv_max_m: int = 64) -> torch.Tensor:
+def run(layer, x: torch.Tensor, gemv_max_m: int = NO_LIMIT) -> torch.Tensor:
     return vllm_linear(x, *layer, None, None, N, K, "bf16", gemv_max_m)
 
 
 @pytest.mark.parametrize(
     ("gemv_max_m", "counts"),
-    [(64, {"small": 2, "medium": 1}), (8, {"small": 2, "unpack": 1}), (0, {"unpack": 3})],
+    [
+        (NO_LIMIT, {"small": 2, "medium": 1, ABOVE_192: 1}),
+        (64, {"small": 2, "medium": 1, "unpack": 1}),
+        (8, {"small": 2, "unpack": 2}),
+        (0, {"unpack": 4}),
+    ],
 )
 def test_d6_traced_with_512_tokens_the_kernels_still_serve_few(layer, gemv_max_m, counts):
     compiled = torch.compile(lambda x: run(layer, x, gemv_max_m), fullgraph=True, dynamic=True)
     compiled(tokens(512))
     record().reset_counts()
-    for M in (1, 8, 20):
+    for M in (1, 8, 20, 200):
         assert torch.equal(compiled(tokens(M)), run(layer, tokens(M), gemv_max_m))
     seen = record().calls_by_path()
+    above = "large" if required_facts(0).has_wgmma else "unpack"
+    counts = {above if path == ABOVE_192 else path: count for path, count in counts.items()}
     assert seen == {path: 2 * count for path, count in counts.items()}  # compiled and not
 
 
-@pytest.mark.parametrize("M", [1, 8, 40, 100])
+@pytest.mark.parametrize("M", [1, 8, 40, 100, 300])
 def test_a12_a_captured_graph_follows_the_weights(layer, M):
     tiles, alpha = (part.clone() for part in layer)
     x = tokens(M)

@@ -8,7 +8,7 @@ import pytest
 
 import nvfp4r
 from nvfp4r.vllm import register
-from nvfp4r.vllm.settings import Settings, resolve_activations
+from nvfp4r.vllm.settings import NO_LIMIT, Settings, resolve_activations
 from nvfp4r.vllm.versions import (
     KNOWN,
     UnknownVllmError,
@@ -28,7 +28,7 @@ def clean(monkeypatch):
 
 def test_the_plugin_is_off_by_default_and_registering_does_nothing(monkeypatch):
     monkeypatch.setattr("nvfp4r.vllm.installed_version", lambda: "9.9.9")
-    assert Settings.from_environment() == Settings(False, 192, "auto")
+    assert Settings.from_environment() == Settings(False, None, "auto")
     register()  # would refuse this version if it did anything
 
 
@@ -40,15 +40,34 @@ def test_configure_is_kept_in_the_environment_that_workers_inherit():
     assert Settings.from_environment() == Settings(False, 8, "none")
 
 
+def test_a_limit_can_be_lifted_again_and_is_not_lifted_by_leaving_it_out():
+    nvfp4r.configure(gemv_max_m=0)
+    assert nvfp4r.configure(activations="none") == Settings(False, 0, "none")
+    assert nvfp4r.configure(gemv_max_m=None) == Settings(False, None, "none")
+    assert "NVFP4R_GEMV_MAX_M" not in os.environ
+    assert nvfp4r.configure() == Settings.from_environment() == Settings(False, None, "none")
+
+
+@pytest.mark.parametrize(
+    ("limit", "held"),
+    [(None, NO_LIMIT), (0, 0), (193, 193), (NO_LIMIT - 1, NO_LIMIT - 1), (1 << 80, NO_LIMIT)],
+)
+def test_every_limit_fits_the_schema_of_the_op(limit, held):
+    settings = nvfp4r.configure(gemv_max_m=limit)
+    assert (settings.gemv_max_m, settings.token_limit) == (limit, held)
+    assert Settings.from_environment() == settings
+    assert held < 1 << 63
+
+
 @pytest.mark.parametrize(
     ("values", "error", "told"),
     [
-        ({"gemv_max_m": -1}, ValueError, "gemv_max_m is -1, need 0 .never. to 192"),
-        ({"gemv_max_m": 193}, ValueError, "gemv_max_m is 193, need 0 .never. to 192"),
+        ({"gemv_max_m": -1}, ValueError, "gemv_max_m is -1, need 0 .* or more, or None for no l"),
         ({"gemv_max_m": 2.5}, TypeError, "gemv_max_m is 2.5, need an int"),
         ({"gemv_max_m": True}, TypeError, "gemv_max_m is True, need an int"),
-        ({"gemv_max_m": "8"}, TypeError, "gemv_max_m is '8', need an int"),
+        ({"gemv_max_m": "8"}, TypeError, "gemv_max_m is '8', need an int >= 0, or None"),
         ({"activations": "fp8"}, ValueError, "activations is 'fp8', need one of auto, nvfp4, none"),
+        ({"activations": None}, ValueError, "activations is None, need one of auto, nvfp4, none"),
     ],
 )
 def test_configure_names_a_bad_value_and_changes_nothing(values, error, told):
@@ -63,7 +82,10 @@ def test_configure_names_a_bad_value_and_changes_nothing(values, error, told):
     [
         ("NVFP4R", "yes", "NVFP4R is 'yes' in the environment, need 1 .on. or 0 .off."),
         ("NVFP4R_GEMV_MAX_M", "many", "NVFP4R_GEMV_MAX_M is 'many' in the environment"),
-        ("NVFP4R_GEMV_MAX_M", "200", "gemv_max_m is 200"),
+        ("NVFP4R_GEMV_MAX_M", "", "M is '' in the environment, need an integer >= 0; unset it for"),
+        ("NVFP4R_GEMV_MAX_M", "-1", "NVFP4R_GEMV_MAX_M is '-1' in the environment"),
+        ("NVFP4R_GEMV_MAX_M", "8_0", "NVFP4R_GEMV_MAX_M is '8_0' in the environment"),
+        ("NVFP4R_GEMV_MAX_M", "9" * 5000, "NVFP4R_GEMV_MAX_M=999.* in the environment"),
         ("NVFP4R_ACTIVATIONS", "w4a4", "NVFP4R_ACTIVATIONS=w4a4 in the environment"),
     ],
 )

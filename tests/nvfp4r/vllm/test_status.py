@@ -13,9 +13,11 @@ from nvfp4r.ops import linear
 from nvfp4r.packed import pack
 from nvfp4r.plan import DeviceFacts
 from nvfp4r.vllm.op import vllm_linear
-from nvfp4r.vllm.record import LayerEntry, LayerShape, paths, record
+from nvfp4r.vllm.record import LayerEntry, LayerShape, path_for, paths, record
+from nvfp4r.vllm.settings import NO_LIMIT
 
-H200 = DeviceFacts(sm_count=132, shared_bytes_per_block=232448, has_pdl=True, has_cluster=True)
+H200 = DeviceFacts(132, 232_448, has_pdl=True, has_cluster=True, has_wgmma=True)
+B200 = DeviceFacts(148, 232_448, has_pdl=True, has_cluster=True)
 N, K = 24, 48
 
 
@@ -41,7 +43,7 @@ def activations(M: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("M", [1, 3, 8, 64, 65, 200])
-@pytest.mark.parametrize("gemv_max_m", [0, 4, 64])
+@pytest.mark.parametrize("gemv_max_m", [0, 4, 64, NO_LIMIT])
 @pytest.mark.parametrize("rounds", [False, True])
 def test_the_op_computes_what_the_linear_op_does(layer, M, gemv_max_m, rounds):
     tiles, alpha, scale = layer
@@ -90,27 +92,56 @@ def test_no_tokens_give_no_rows_and_no_count(layer):
     assert not record().counts
 
 
+def ranges_of(shape: LayerShape, facts: DeviceFacts | None) -> list[tuple[int, int | None, str]]:
+    return [(part.first, part.last, part.path) for part in paths(shape, facts)]
+
+
+FEW = [(1, 8, "small"), (9, 32, "medium")]
+
+
 @pytest.mark.parametrize(
-    ("gemv_max_m", "ranges"),
+    ("gpu", "gemv_max_m", "ranges"),
     [
-        (192, [(1, 8, "small"), (9, 192, "medium"), (193, None, "unpack")]),
-        (64, [(1, 8, "small"), (9, 64, "medium"), (65, None, "unpack")]),
-        (8, [(1, 8, "small"), (9, None, "unpack")]),
-        (3, [(1, 3, "small"), (4, None, "unpack")]),
-        (20, [(1, 8, "small"), (9, 20, "medium"), (21, None, "unpack")]),
-        (0, [(1, None, "unpack")]),
+        (H200, NO_LIMIT, [*FEW, (33, None, "large")]),
+        (H200, 10**6, [*FEW, (33, 10**6, "large"), (10**6 + 1, None, "unpack")]),
+        (H200, 193, [*FEW, (33, 193, "large"), (194, None, "unpack")]),
+        (H200, 192, [*FEW, (33, 192, "large"), (193, None, "unpack")]),
+        (H200, 64, [*FEW, (33, 64, "large"), (65, None, "unpack")]),
+        (H200, 32, [*FEW, (33, None, "unpack")]),
+        (H200, 20, [(1, 8, "small"), (9, 20, "medium"), (21, None, "unpack")]),
+        (H200, 8, [(1, 8, "small"), (9, None, "unpack")]),
+        (H200, 3, [(1, 3, "small"), (4, None, "unpack")]),
+        (H200, 0, [(1, None, "unpack")]),
+        (B200, NO_LIMIT, [(1, 8, "small"), (9, 192, "medium"), (193, None, "unpack")]),
+        (B200, 1000, [(1, 8, "small"), (9, 192, "medium"), (193, None, "unpack")]),
+        (B200, 64, [(1, 8, "small"), (9, 64, "medium"), (65, None, "unpack")]),
+        (None, 64, [(1, None, "reference")]),
     ],
 )
-def test_d6_gemv_max_m_limits_what_the_kernels_serve(gemv_max_m, ranges):
-    shape = LayerShape(4096, 4096, "bf16", False, gemv_max_m)
-    found = [(part.first, part.last, part.path) for part in paths(shape, H200)]
-    assert found == ranges
+def test_d6_gemv_max_m_limits_what_the_kernels_serve(gpu, gemv_max_m, ranges):
+    assert ranges_of(LayerShape(6144, 4096, "bf16", False, gemv_max_m), gpu) == ranges
+
+
+@pytest.mark.parametrize("gpu", [H200, B200])
+@pytest.mark.parametrize("gemv_max_m", [0, 12, 192, 5000, NO_LIMIT])
+def test_a_matrix_of_few_tiles_stays_with_linear_medium_up_to_64():
+    ranges = [(1, 8, "small"), (9, 64, "medium"), (65, None, "large")]
+    assert ranges_of(LayerShape(4096, 4096, "bf16", False, NO_LIMIT), H200) == ranges
+
+
+@pytest.mark.parametrize(("N", "K"), [(24, 48), (4096, 12288), (151_936, 5120)])
+def test_the_ranges_are_the_paths_of_every_m(gpu, gemv_max_m, N, K):
+    shape = LayerShape(N, K, "bf16", False, gemv_max_m)
+    ranges = ranges_of(shape, gpu)
+    for M in (*range(1, 260), 4999, 5000, 5001, 8192, 8193, 100_000, 1 << 24):
+        (path,) = (p for first, last, p in ranges if first <= M <= (M if last is None else last))
+        assert path == path_for(M, shape, gpu)[0], M
 
 
 def entry(name: str, quantised: bool = False, global_scales: int = 1) -> LayerEntry:
     return LayerEntry(
         name=name,
-        shape=LayerShape(4096, 4096, "bf16", quantised, 64),
+        shape=LayerShape(6144, 4096, "bf16", quantised, NO_LIMIT if quantised else 64),
         dialect="modelopt",
         stored_activations="nvfp4",
         reason="because",
@@ -133,21 +164,25 @@ def test_d4_status_tells_each_group_of_layers_with_paths_reasons_and_counts():
     plain, rounding = sorted(found.groups, key=lambda group: group.activations)
     assert plain.layers == ("model.layers.*.o_proj x 2",)
     assert (plain.N, plain.K, plain.dialect, plain.architecture) == (
-        *(4096, 4096),
+        *(6144, 4096),
         *("modelopt", "sm_90a"),
     )
     assert (plain.activations, plain.activations_reason) == ("none", "because")
     assert plain.unequal_scales == 1
-    assert [part.path for part in plain.paths] == ["small", "medium", "unpack"]
+    assert [part.path for part in plain.paths] == ["small", "medium", "large", "unpack"]
+    assert (plain.gemv_max_m, rounding.gemv_max_m) == (64, None)
     assert all(part.reason for part in plain.paths)
     assert (plain.calls["small"].calls, plain.calls["small"].largest_m) == (2, 8)
     assert (rounding.layers, rounding.activations, rounding.calls) == (("lm_head",), "nvfp4", {})
     assert found.calls == {"small": 2}
     assert found.declined == {"--linear-backend is marlin": 1}
     text = str(found)
-    for part in ("M 1-8 small", "M 65+ unpack", "o_proj x 2", "--linear-backend is marlin"):
+    for part in (
+        *("M 1-8 small, M 9-32 medium, M 33-64 large, M 65+ unpack;", "M 33+ large;"),
+        *("gemv_max_m=None", "o_proj x 2", "--linear-backend is marlin"),
+    ):
         assert part in text
-    assert json.loads(json.dumps(found.as_dict()))["groups"][0]["N"] == 4096
+    assert json.loads(json.dumps(found.as_dict()))["groups"][0]["N"] == 6144
 
 
 def test_layers_leave_the_record_with_their_model():

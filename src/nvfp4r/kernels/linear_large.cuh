@@ -1,0 +1,359 @@
+// y[M, N] = alpha * (x[M, K] w[N, K]^T) + bias for many tokens on sm_90a, weights decoded into the
+// registers of wgmma.
+//
+// A unit of work is up to 8 RT row tiles times 8 NT tokens; the CTAs, one on an SM, take units in
+// turn. Two warpgroups multiply, a warp of them RT tiles: it streams and decodes its own weights, as
+// in linear_medium, while the tensor cores work on what it decoded before. With few units the CTAs
+// of a cluster share K and add their sums through distributed shared memory.
+//
+// Activations come in the order of arrange.cuh, a stage of 64 columns in one copy, which a ninth warp
+// issues.
+//
+// Numbers: float32 sums over K in order, within a block, then over the blocks; the grid and the size
+// of a unit do not change them.
+#pragma once
+#include "cluster.cuh"
+#include "linear_args.cuh"
+#include "quantize.cuh"
+#include "stages.cuh"
+#include "wgmma.cuh"
+
+struct LargeArgs {
+    const u8* weight;          // [tiles][kblocks][1152] (docs/layout.md)
+    const u8* x;               // [ceil(K / 64)][ceil(M / 8)][1024] (arrange.cuh)
+    u16* y;                    // [M, N] fp16 or bf16
+    const float* alpha;        // [N]
+    const u16* bias;           // [N], or null
+    const float* input_scale;  // [], of activations that were quantised, or null
+    int M, N, K;
+    int tiles;                 // ceil(N / 16)
+    int kblocks;               // ceil(K / 128)
+    int depth;                 // stages of each warp's ring of weights, of 256 columns
+    int x_depth;               // stages of the ring of x, of 64 columns
+    int row_units;             // parts of the row tiles, of at most 8 RT each
+};
+
+__device__ constexpr int kLargeWarps = 8;  // that multiply
+// Sums are kept as [tile][token][16 rows]; 20 floats a token, for the banks.
+__device__ constexpr int kLargeSumStride = 20;
+
+// With this many accumulators the warps that multiply need registers of the others.
+__device__ constexpr bool moves_registers(int NT, int RT) { return NT * RT > 16; }
+__device__ constexpr int large_threads(int NT, int RT) {
+    return 32 * kLargeWarps + (moves_registers(NT, RT) ? 128 : 32);  // a whole warpgroup, then
+}
+
+// A unit of work: neighbours in number share their row tiles, so that weights come from L2.
+struct Unit {
+    int token_tile, tile, tiles;
+
+    __device__ __forceinline__ Unit(const LargeArgs& p, int u, int token_tiles) {
+        const int row = u / token_tiles;
+        token_tile = u - row * token_tiles;
+        tile = (int)((long long)p.tiles * row / p.row_units);
+        tiles = (int)((long long)p.tiles * (row + 1) / p.row_units) - tile;
+    }
+    // Tiles of a warp: its number, and 8 further.
+    __device__ __forceinline__ int tiles_of(int warp) const {
+        const int after = tiles - warp;
+        return after <= 0 ? 0 : (after + kLargeWarps - 1) / kLargeWarps;
+    }
+};
+
+// What all warps of a CTA agree on.
+struct LargeWork {
+    int first, step, units, token_tiles;
+    int chunk0, chunk1;  // of 256 columns: this block's share of K
+    int stage0, stages;  // of 64 columns, likewise
+
+    __device__ __forceinline__ LargeWork(const LargeArgs& p, const Cluster& cluster, int tokens) {
+        const int rank = (int)cluster.rank, size = (int)cluster.size;
+        first = blockIdx.x / size;
+        step = gridDim.x / size;
+        token_tiles = (p.M + tokens - 1) / tokens;
+        units = token_tiles * p.row_units;
+        const int chunks = (p.kblocks + 1) / 2;
+        chunk0 = chunks * rank / size;
+        chunk1 = chunks * (rank + 1) / size;
+        stage0 = 4 * chunk0;
+        stages = max(0, min(4 * chunk1, (p.K + 63) / 64) - stage0);
+    }
+};
+
+// Copies x, a stage of 64 columns at a time, for all units of this CTA.
+template <int NT>
+__device__ __forceinline__ void copy_x(const LargeArgs& p, const LargeWork& work, u32 x_stages,
+                                       u32 full, u32 empty, int lane, const Cluster& cluster) {
+    const int groups = (p.M + 7) / 8;
+    int slot = 0;
+    u32 parity = 1;
+    for (int u = work.first; u < work.units; u += work.step) {
+        const int group = (u % work.token_tiles) * NT;
+        const u32 bytes = min(NT, groups - group) * 1024;
+        const u8* source = p.x + ((u64)work.stage0 * groups + group) * 1024;
+        for (int s = 0; s < work.stages; s++, source += (u64)groups * 1024) {
+            const u32 barrier = full + 8 * slot;
+            barrier_wait(empty + 8 * slot, parity);
+            if (lane == 0) {
+                barrier_expect(barrier, bytes);
+                copy_bulk(x_stages + slot * NT * 1024, source, bytes, barrier);
+            }
+            if (++slot == p.x_depth) { slot = 0; parity ^= 1; }
+        }
+        if (cluster.size > 1) { cluster.sync(); cluster.sync(); }
+    }
+}
+
+// One warp's own ring of weights, filled ahead over the borders of units. Units in which it has no
+// tile are left out.
+template <int RT>
+struct LargeStream {
+    const LargeArgs& p;
+    const LargeWork& work;
+    const Producer producer;
+    const u32 stages, full;
+    const int warp;
+    int unit, chunk = 0, tiles = 0, slot = 0;
+    const u8* source = nullptr;
+
+    __device__ __forceinline__ LargeStream(const LargeArgs& p_, const LargeWork& work_, u32 stages_,
+                                            u32 full_, int warp_, int lane)
+        : p(p_), work(work_), producer(lane), stages(stages_), full(full_), warp(warp_),
+          unit(work_.first - work_.step) {
+        if (work.chunk0 == work.chunk1) unit = work.units;  // this block has no part of K
+        else next_unit();
+    }
+    // Starts the copies of the next 256 columns of this warp's tiles, if there are any left.
+    __device__ __forceinline__ void copy_next() {
+        if (unit >= work.units) return;
+        const u32 bytes = min(2, p.kblocks - 2 * chunk) * kTileBytes;
+        const u32 barrier = full + 8 * slot;
+        producer.begin(barrier, tiles * bytes);
+#pragma unroll
+        for (int r = 0; r < RT; r++) {
+            if (r >= tiles) break;
+            const u32 target = stages + (slot * kLargeWarps * RT + r) * kUnitBytes;
+            const u8* from = source + (u64)(r * kLargeWarps) * p.kblocks * kTileBytes;
+            if (work.token_tiles == 1) producer.copy(barrier, target, from, bytes);
+            else if (producer.lane == 0) copy_bulk(target, from, bytes, barrier);  // stays in L2
+        }
+        if (++slot == p.depth) slot = 0;
+        source += kUnitBytes;
+        if (++chunk == work.chunk1) next_unit();
+    }
+
+private:
+    __device__ __forceinline__ void next_unit() {
+        do {
+            unit += work.step;
+            if (unit >= work.units) return;
+            const Unit next(p, unit, work.token_tiles);
+            tiles = next.tiles_of(warp);
+            source = p.weight + ((u64)(next.tile + warp) * p.kblocks + 2 * work.chunk0) * kTileBytes;
+        } while (tiles == 0);
+        chunk = work.chunk0;
+    }
+};
+
+// What becomes of a sum.
+template <int MODE>
+struct Epilogue {
+    float alpha = 0.f, bias = 0.f;
+
+    __device__ __forceinline__ Epilogue(const LargeArgs& p, int row, float input_scale) {
+        if (row >= p.N) return;
+        alpha = p.alpha[row] * input_scale;
+        if (p.bias) bias = MODE == X_BF16 ? bf16_to_f32(p.bias[row]) : f16_to_f32(p.bias[row]);
+    }
+    __device__ __forceinline__ u32 operator()(float sum) const {
+        const float v = fmaf(sum * kDecodeFactor<MODE>, alpha, bias);
+        return MODE == X_BF16 ? f32_to_bf16(v) : f32_to_f16(v);
+    }
+};
+
+// Writes a warp's tile: the lanes that hold two tokens of a row swap values with those of the next
+// row, so that each writes two rows of a token, 4 bytes.
+template <int MODE, int NT>
+__device__ __forceinline__ void store_tile(const LargeArgs& p, const float (&acc)[NT][4], int row0,
+                                           int token0, float input_scale, int lane) {
+    const int g = lane >> 2, t = lane & 3;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const Epilogue<MODE> finish(p, row0 + 8 * i + g, input_scale);
+        const int row = row0 + 8 * i + 2 * t;
+#pragma unroll
+        for (int n = 0; n < NT; n++) {
+            const int token = token0 + 8 * n + g;
+            u32 v = finish(acc[n][2 * i]) | finish(acc[n][2 * i + 1]) << 16;
+            asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(v));
+            if (token >= p.M) continue;
+            u16* y = p.y + (u64)token * p.N + row;
+            if (p.N % 2 == 0) {
+                if (row < p.N) *(u32*)y = v;
+            } else {
+                if (row < p.N) y[0] = (u16)v;
+                if (row + 1 < p.N) y[1] = (u16)(v >> 16);
+            }
+        }
+    }
+}
+
+// linear_large_<dtype>_n<NT>_r<RT>
+template <int MODE, int NT, int RT>
+__device__ __forceinline__ void linear_large(const LargeArgs& p) {
+    constexpr u32 kWeightStage = kLargeWarps * RT * kUnitBytes, kXStage = NT * 1024;
+    extern __shared__ __align__(128) u8 shared[];
+    const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+    const int warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x >> 5, 0);
+    const Cluster cluster;
+    const LargeWork work(p, cluster, 8 * NT);
+
+    const u32 x_stages = shared_address(shared), weights = x_stages + p.x_depth * kXStage;
+    const u32 full = weights + p.depth * kWeightStage, empty = full + 8 * p.x_depth;
+    const u32 weights_full = empty + 8 * p.x_depth;
+    const u32 sums_at = (weights_full + 8 * kLargeWarps * p.depth + 127) & ~127u;
+    if (threadIdx.x == 0) {
+        for (int d = 0; d < p.x_depth; d++) {
+            barrier_init(full + 8 * d, 1);
+            barrier_init(empty + 8 * d, kLargeWarps);
+        }
+        for (int d = 0; d < kLargeWarps * p.depth; d++) barrier_init(weights_full + 8 * d, 1);
+        publish_barriers();
+    }
+    __syncthreads();
+    launch_dependents();
+    if (warp >= kLargeWarps) {
+        if (moves_registers(NT, RT)) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+        if (warp == kLargeWarps) {
+            wait_for_previous_kernel();
+            copy_x<NT>(p, work, x_stages, full, empty, lane, cluster);
+        } else if (cluster.size > 1) {
+            for (int u = work.first; u < work.units; u += work.step) {
+                cluster.sync();
+                cluster.sync();
+            }
+        }
+        return;
+    }
+    if (moves_registers(NT, RT)) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    const u32 my_full = weights_full + 8 * warp * p.depth;
+    const u32 my_weights = weights + warp * RT * kUnitBytes;
+    LargeStream<RT> stream(p, work, my_weights, my_full, warp, lane);
+    for (int d = 0; d < p.depth; d++) stream.copy_next();
+    wait_for_previous_kernel();
+    const float input_scale = p.input_scale ? *p.input_scale : 1.f;
+
+    const u64 descriptor = wgmma_descriptor(x_stages);
+    int x_slot = 0, slot = 0, previous = -1;
+    u32 x_parity = 0, parity = 0;
+    for (int u = work.first; u < work.units; u += work.step) {
+        const Unit unit(p, u, work.token_tiles);
+        const int mine = unit.tiles_of(warp);  // may be 0: its warpgroup multiplies nevertheless
+        float acc[RT][NT][4] = {};
+        Vec4 words[RT];
+        u32 scales[RT];
+        auto fetch = [&](int s) {  // what this warp multiplies in stage s
+            const u32 at = my_weights + slot * kWeightStage + (s >> 1 & 1) * kTileBytes;
+            if (s % 4 == 0 && mine > 0) barrier_wait(my_full + 8 * slot, parity);
+#pragma unroll
+            for (int r = 0; r < RT; r++) {
+                if (r >= mine) break;
+                words[r] = load_shared_16(at + r * kUnitBytes + (s & 1) * 512 + 16 * lane);
+                if (s % 2 == 0) scales[r] = load_shared_4(at + r * kUnitBytes + 1024 + 4 * lane);
+            }
+        };
+#pragma unroll
+        for (int r = 0; r < RT; r++) { words[r] = Vec4{}; scales[r] = 0; }
+        if (work.stages > 0) fetch(0);
+        for (int s = 0; s < work.stages; s++) {
+            u32 pair[RT];
+#pragma unroll
+            for (int r = 0; r < RT; r++)
+                pair[r] = s & 1 ? decode_scales<MODE>(scales[r], 1)
+                                : decode_scales<MODE>(scales[r], 0);
+            const u64 b = descriptor + (u64)(x_slot * (kXStage >> 4));
+            u32 a[2][RT][4];  // one is multiplied while the other is decoded
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+#pragma unroll
+                for (int r = 0; r < RT; r++) {
+                    u32 (&d)[4] = a[j & 1][r];
+                    const u32 low = both_low(pair[r]), high = both_high(pair[r]);
+                    decode_word<MODE>(words[r].v[j], d);
+                    d[0] = multiply_pairs<MODE>(d[0], low);
+                    d[1] = multiply_pairs<MODE>(d[1], high);
+                    d[2] = multiply_pairs<MODE>(d[2], low);
+                    d[3] = multiply_pairs<MODE>(d[3], high);
+                }
+                if (j == 0) barrier_wait(full + 8 * x_slot, x_parity);
+                wgmma_fence();
+#pragma unroll
+                for (int r = 0; r < RT; r++) {
+                    if (MODE == X_BF16) Wgmma<NT>::bf16(acc[r], a[j & 1][r], b + j * (256 >> 4));
+                    else Wgmma<NT>::f16(acc[r], a[j & 1][r], b + j * (256 >> 4));
+                }
+                wgmma_commit();
+                if (j == 3) {
+                    if (mine > 0 && (s % 4 == 3 || s + 1 == work.stages)) {  // the ring's stage is used
+                        if (++slot == p.depth) { slot = 0; parity ^= 1; }
+                        stream.copy_next();
+                    }
+                    if (s + 1 < work.stages) fetch(s + 1);
+                }
+                wgmma_wait<1>();
+                // All of the stage before has been multiplied.
+                if (j == 0 && previous >= 0 && lane == 0) barrier_arrive(empty + 8 * previous);
+            }
+            previous = x_slot;
+            if (++x_slot == p.x_depth) { x_slot = 0; x_parity ^= 1; }
+        }
+        wgmma_wait<0>();
+        if (previous >= 0 && lane == 0) barrier_arrive(empty + 8 * previous);
+        previous = -1;
+        const int token0 = unit.token_tile * 8 * NT;
+        if (cluster.size == 1) {
+#pragma unroll
+            for (int r = 0; r < RT; r++) {
+                if (r >= mine) break;
+                const int row0 = (unit.tile + warp + r * kLargeWarps) * 16;
+                store_tile<MODE, NT>(p, acc[r], row0, token0, input_scale, lane);
+            }
+            continue;
+        }
+        const int tokens = min(8 * NT, p.M - token0);
+        float* sums = (float*)(shared + (sums_at - x_stages));
+#pragma unroll
+        for (int r = 0; r < RT; r++) {
+            if (r >= mine) break;
+            float* part = sums + (warp + r * kLargeWarps) * 8 * NT * kLargeSumStride;
+#pragma unroll
+            for (int n = 0; n < NT; n++) {
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    const int token = 8 * n + 2 * t + i;
+                    if (token < tokens) {
+                        part[token * kLargeSumStride + g] = acc[r][n][i];
+                        part[token * kLargeSumStride + g + 8] = acc[r][n][2 + i];
+                    }
+                }
+            }
+        }
+        cluster.sync();
+        // Every block finishes some tokens; 16 threads a token and tile.
+        const int share0 = tokens * (int)cluster.rank / (int)cluster.size;
+        const int share = tokens * (int)(cluster.rank + 1) / (int)cluster.size - share0;
+        for (int i = threadIdx.x >> 4; i < unit.tiles * share; i += 2 * kLargeWarps) {
+            const int tile = i / share, token = share0 + i - tile * share;
+            const int row = (unit.tile + tile) * 16 + (threadIdx.x & 15);
+            const int at = (tile * 8 * NT + token) * kLargeSumStride + (threadIdx.x & 15);
+            float sum = 0.f;
+            for (u32 r = 0; r < cluster.size; r++)
+                sum += load_cluster_f32(cluster.map(sums_at + 4 * at, r));
+            if (row < p.N) {
+                const Epilogue<MODE> finish(p, row, input_scale);
+                p.y[(u64)(token0 + token) * p.N + row] = (u16)finish(sum);
+            }
+        }
+        cluster.sync();  // before they are overwritten, or my shared memory is gone
+    }
+}

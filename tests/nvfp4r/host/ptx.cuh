@@ -1,0 +1,3 @@
+// kernels/ptx.cuh on the host: decode.cuh has what is needed of it.
+#pragma once
+#include "decode.cuh"
