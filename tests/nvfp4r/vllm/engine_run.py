@@ -4,7 +4,7 @@
 
 Jobs by name: {"model": folder, "environment": {...} for this job alone, "enable": how often to call
 nvfp4r.enable(), "disable": bool, "configure": {...}, "options": {...} for LLM, "prompts": [ids],
-"tokens": n, "reload": folder, "rpc": method of the workers}.
+"tokens": n, "again": bool, "reload": folder, "rpc": method of the workers}.
 """
 
 from __future__ import annotations
@@ -78,6 +78,8 @@ def run_engine(job: dict[str, Any]) -> dict[str, Any]:
     llm = vllm.LLM(job["model"], **{**options, **job.get("options", {})})
     try:
         answer = {"calls": generate(vllm, llm, job)}
+        if job.get("again"):
+            answer["again"] = generate(vllm, llm, job)
         if "reload" in job:
             llm.collective_rpc("reload_weights", kwargs={"weights_path": job["reload"]})
             answer["reloaded"] = generate(vllm, llm, job)

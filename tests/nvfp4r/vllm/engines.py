@@ -20,15 +20,16 @@ Jobs = dict[str, dict[str, Any]]
 
 
 def run_engines(
-    groups: list[tuple[Jobs, dict[str, str]]], entry_point: Path
+    groups: list[tuple[Jobs, dict[str, str]]], entry_point: Path, at_once: int = 2
 ) -> dict[str, dict[str, Any]]:
-    """Answers by job name; each group has a process, two of which run at a time.
+    """Answers by job name; each group has a process.
 
     Args:
         groups: jobs, and the environment of their process.
         entry_point: a folder for package metadata, see `with_entry_point`.
+        at_once: processes that run at a time.
     """
-    with ThreadPoolExecutor(max_workers=2) as pool:
+    with ThreadPoolExecutor(max_workers=at_once) as pool:
         answers = pool.map(lambda group: _run(*group, entry_point), groups)
         return {name: answer for found in answers for name, answer in found.items()}
 
