@@ -122,13 +122,13 @@ def test_d6_gemv_max_m_limits_what_the_kernels_serve(gpu, gemv_max_m, ranges):
     assert ranges_of(LayerShape(6144, 4096, "bf16", False, gemv_max_m), gpu) == ranges
 
 
-@pytest.mark.parametrize("gpu", [H200, B200])
-@pytest.mark.parametrize("gemv_max_m", [0, 12, 192, 5000, NO_LIMIT])
 def test_a_matrix_of_few_tiles_stays_with_linear_medium_up_to_64():
     ranges = [(1, 8, "small"), (9, 64, "medium"), (65, None, "large")]
     assert ranges_of(LayerShape(4096, 4096, "bf16", False, NO_LIMIT), H200) == ranges
 
 
+@pytest.mark.parametrize("gpu", [H200, B200])
+@pytest.mark.parametrize("gemv_max_m", [0, 12, 192, 5000, NO_LIMIT])
 @pytest.mark.parametrize(("N", "K"), [(24, 48), (4096, 12288), (151_936, 5120)])
 def test_the_ranges_are_the_paths_of_every_m(gpu, gemv_max_m, N, K):
     shape = LayerShape(N, K, "bf16", False, gemv_max_m)
