@@ -109,18 +109,23 @@ def linear(
     Returns:
         [..., N] in x's dtype: float32 sums, alpha and bias in float32, one rounding at the end.
     """
-    layer = Layer(tiles, alpha, bias, input_scale, N, K, order, rotation)
+    return multiply(x, Layer(tiles, alpha, bias, input_scale, N, K, order, rotation))
+
+
+def multiply(x: Tensor, layer: Layer) -> Tensor:
+    """What `linear` computes, for other ops: an op within an op costs as much again."""
     _check(x, layer)
-    rows = x.reshape(-1, K)
+    rows = x.reshape(-1, layer.K)
     M, facts = rows.shape[0], _facts_of(x)
     plan = None
     if facts is not None and M:
-        plan = plan_for(M, N, K, order, facts, x.device.index, layer.prepares)
+        sizes = (M, layer.N, layer.K, layer.order)
+        plan = plan_for(*sizes, facts, x.device.index, layer.prepares)
     if plan is None or plan.path == "unpack":
         y = _dense(rows, layer)
     else:
         y = run_plan(plan, rows, layer)
-    return y.reshape(*x.shape[:-1], N)
+    return y.reshape(*x.shape[:-1], layer.N)
 
 
 @torch.library.custom_op("nvfp4r::gemv", mutates_args=())

@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nvfp4r.launches import device_facts
-from nvfp4r.ops import gemm, linear
+from nvfp4r.launches import Layer, device_facts
+from nvfp4r.ops import gemm, multiply
 from nvfp4r.vllm.record import LayerShape, path_for, record
 
 
@@ -31,8 +31,10 @@ def vllm_linear(
 ) -> Tensor:
     """As `torch.ops.nvfp4r.linear`, but by `gemm` above `gemv_max_m` tokens (NO_LIMIT: never)."""
     M = x.numel() // K
-    op = gemm if gemv_max_m < M else linear
-    y = op(x, tiles, alpha, bias, input_scale, N, K, order, rotation)
+    if gemv_max_m < M:
+        y = gemm(x, tiles, alpha, bias, input_scale, N, K, order, rotation)
+    else:
+        y = multiply(x, Layer(tiles, alpha, bias, input_scale, N, K, order, rotation))
     if M:
         shape = LayerShape(N, K, order, input_scale is not None, gemv_max_m, rotation)
         index = x.device.index
