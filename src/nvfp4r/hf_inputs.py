@@ -77,7 +77,8 @@ class InputMaxima:
 
     def add(self, unit: Unit, x: Tensor) -> None:
         if x.numel():
-            amax = x.detach().abs().amax().float()
+            low, high = torch.aminmax(x.detach())  # NaN wins both, so it is seen by result()
+            amax = torch.maximum(low.abs(), high.abs()).float()
             before = self._running.get(unit)
             self._running[unit] = amax if before is None else torch.maximum(before, amax)
 
@@ -87,21 +88,22 @@ class InputMaxima:
         Raises:
             ValueError: a layer saw no token, or a value that is not finite; names it.
         """
-        found = {}
+        found = {unit: amax.cpu() for unit, amax in self._running.items()}  # in the order of use
+        for unit, amax in found.items():
+            if not bool(torch.isfinite(amax)):
+                raise ValueError(
+                    f"{unit.name}: its calibration inputs reach {float(amax)}, need finite ones "
+                    "(this is the first such layer). Run the model in bfloat16 or float32 if it "
+                    "overflows in float16, and check that the checkpoint is intact"
+                )
         for unit in self.units:
-            if unit not in self._running:
+            if unit not in found:
                 raise ValueError(
                     f"{unit.name}: saw no token, so there is no scale for its inputs; use more or "
                     "other calibration texts (--calib-samples, --calib-data), or exclude it "
                     "(--exclude)"
                 )
-            found[unit] = self._running[unit].cpu()
-            if not bool(torch.isfinite(found[unit])):
-                raise ValueError(
-                    f"{unit.name}: its calibration inputs reach {float(found[unit])}, need finite "
-                    "ones; check that the checkpoint is intact"
-                )
-        return found
+        return {unit: found[unit] for unit in self.units}
 
 
 def rotated(x: Tensor, rotation: Rotation | None) -> Tensor:

@@ -29,7 +29,20 @@ from nvfp4r.dialects import CONFIG_FILE
 from nvfp4r.selection import ConversionPlan
 
 _REMEDY = "use a method that needs no calibration, or exclude these layers (--exclude)"
+_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _SHOWN = 4  # names listed in one message
+
+
+class NotLayerwiseError(ValueError):
+    """A model that transformers can run, but only as a whole.
+
+    Attributes:
+        reason: the message without what to do.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"{reason}; {_REMEDY}")
+        self.reason = reason
 
 
 class _Stop(Exception):  # noqa: N818  (no error: it ends a forward that has done its work)
@@ -43,7 +56,11 @@ class _Step:
     index: int = 0  # the layer that runs
     hidden: Tensor | None = None  # its input; None for what the model gives it
     result: Tensor | None = None
-    in_tuple: bool = False  # whether this model's layers give their result in a tuple
+    others: int | None = None  # how many None a layer gives beside its result; None for no tuple
+
+    def as_given(self, hidden: Tensor | None) -> Any:
+        """Hidden states in the form in which this model's layers give them."""
+        return hidden if self.others is None else (hidden, *[None] * self.others)
 
 
 class _Gate(nn.Module):
@@ -68,17 +85,18 @@ class _Gate(nn.Module):
         step = self._step
         hidden = args[0] if args else kwargs["hidden_states"]
         if self._index < step.index - 1:
-            return (hidden,) if step.in_tuple else hidden
+            return step.as_given(hidden)
         if self._index == step.index - 1:  # the last that is left out
-            return (step.hidden,) if step.in_tuple else step.hidden
+            return step.as_given(step.hidden)
         result = self.layer(*args, **kwargs)
-        step.in_tuple = isinstance(result, tuple)
+        step.others = None
         if isinstance(result, tuple):
             result, *rest = result
+            step.others = len(rest)
             if any(part is not None for part in rest):
-                raise ValueError(
+                raise NotLayerwiseError(
                     f"{type(self.layer).__name__} gives more than its hidden states to the next "
-                    f"layer, so layers cannot be run one by one; {_REMEDY}"
+                    "layer, so layers cannot be run one by one"
                 )
         step.result = result
         raise _Stop
@@ -89,7 +107,8 @@ class LayerwiseModel:
 
     Args:
         plan: names the source and what is to be quantised.
-        device: where everything runs; on a CPU in float32, elsewhere in the dtype of config.json.
+        device: where everything runs; on a CPU in float32, elsewhere in the dtype of config.json,
+            or else of the first stored tensor.
 
     Attributes:
         device: where it runs.
@@ -98,10 +117,12 @@ class LayerwiseModel:
         dtype: of weights and hidden states.
 
     Raises:
-        ValueError: a model that cannot be run like this: of a type that transformers does not know
-            as a causal language model, without one list of decoder layers that holds all that is
-            to be quantised, with fused experts, or stored under other names than transformers'.
-            Nothing but configuration and headers was read by then.
+        NotLayerwiseError: a model without one list of decoder layers that holds all that is to be
+            quantised, whose layers take more than hidden states from each other, with experts that
+            transformers fuses, or stored under other names than transformers'.
+        ValueError: one that cannot be run as a whole either: of a type that transformers does not
+            know as a causal language model, with something to be quantised that is no linear layer
+            of it, or of other shapes. Nothing but configuration and headers was read by then.
     """
 
     def __init__(self, plan: ConversionPlan, device: torch.device) -> None:
@@ -110,6 +131,7 @@ class LayerwiseModel:
         self._model = _empty_model(plan, device)
         self.dtype = self._model.dtype
         _check_linears(plan, self._model)
+        _check_independence(self._model)
         self.prefix, layers = _layer_list(plan, self._model)
         self.count = len(layers)
         self.head = next((name for name in plan.quantised if not self.holds(name)), None)
@@ -179,7 +201,7 @@ class LayerwiseModel:
             [1, T, H].
 
         Raises:
-            ValueError: this model does not run its layers one after the other.
+            NotLayerwiseError: this model does not run its layers one after the other.
         """
         self._step.index, self._step.hidden = index, hidden
         self._forward(row, f"layer {index} of {self.prefix}")
@@ -207,9 +229,9 @@ class LayerwiseModel:
                 self._model(input_ids=row.to(self.device).unsqueeze(0), use_cache=False)
             except _Stop:
                 return
-        raise ValueError(
+        raise NotLayerwiseError(
             f"{type(self._model).__name__} did not reach {what} in its forward, so it does not run "
-            f"its layers one after the other; {_REMEDY}"
+            "its layers one after the other"
         )
 
     def _load(self, root: nn.Module, path: str, name: str) -> None:
@@ -226,8 +248,22 @@ def _stop(module: nn.Module, args: tuple[Any, ...]) -> NoReturn:
     raise _Stop
 
 
-def _empty_model(plan: ConversionPlan, device: torch.device) -> PreTrainedModel:
-    """The model of config.json with its parameters on the meta device, its buffers computed."""
+def hidden_bytes(plan: ConversionPlan, rows: Iterable[Tensor], device: torch.device) -> int:
+    """Size of what rows of token ids, [T] each, are between two layers.
+
+    From the configuration alone: 0 where it does not say, too little for a model that keeps several
+    states of a token.
+
+    Raises:
+        ValueError: transformers does not know the model.
+    """
+    config = _config_of(plan)
+    width = getattr(config.get_text_config(decoder=True), "hidden_size", 0)
+    return sum(len(row) for row in rows) * width * _dtype_of(plan, config, device).itemsize
+
+
+def _config_of(plan: ConversionPlan) -> Any:
+    """The transformers configuration of a causal language model."""
     where = plan.source / CONFIG_FILE
     model_type = str(plan.config.get("model_type"))
     config: Any = None
@@ -237,10 +273,27 @@ def _empty_model(plan: ConversionPlan, device: torch.device) -> PreTrainedModel:
         raise ValueError(
             f"{where}: model_type is {model_type!r}, which transformers "
             f"{transformers.__version__} does not know as a causal language model, so it cannot be "
-            "run; update transformers, or use a method that needs no calibration"
+            "run; update transformers, or use a method that needs no calibration (and "
+            "--activations none)"
         )
     config.name_or_path = str(plan.source)
-    dtype = torch.float32 if device.type == "cpu" else config.dtype or torch.bfloat16
+    return config
+
+
+def _dtype_of(plan: ConversionPlan, config: Any, device: torch.device) -> torch.dtype:
+    """CPUs run bfloat16 several times slower than float32, which holds the same weights."""
+    if device.type == "cpu":
+        return torch.float32
+    if config.dtype is not None:
+        return config.dtype
+    stored = (info.dtype for info in plan.tensors.infos.values())
+    return next((_DTYPES[dtype] for dtype in stored if dtype in _DTYPES), torch.bfloat16)
+
+
+def _empty_model(plan: ConversionPlan, device: torch.device) -> PreTrainedModel:
+    """The model of config.json with its parameters on the meta device, its buffers computed."""
+    config = _config_of(plan)
+    dtype = _dtype_of(plan, config, device)
     with init_empty_weights(include_buffers=False):
         return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False).eval()
 
@@ -273,6 +326,16 @@ def _check_linears(plan: ConversionPlan, model: PreTrainedModel) -> None:
             )
 
 
+def _check_independence(model: PreTrainedModel) -> None:
+    config = model.config.get_text_config(decoder=True)
+    sharing = getattr(config, "num_kv_shared_layers", None)
+    if sharing:
+        raise NotLayerwiseError(
+            f"the last {sharing} layers of {type(model).__name__} take keys and values of layers "
+            "before them (num_kv_shared_layers), so layers cannot be run one by one"
+        )
+
+
 def _layer_list(plan: ConversionPlan, model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     """The list of decoder layers, which holds all that is quantised but for the head."""
     heads = _heads(model)
@@ -282,9 +345,9 @@ def _layer_list(plan: ConversionPlan, model: PreTrainedModel) -> tuple[str, nn.M
     best = max(lists, key=lambda name: (len(held[name]), -len(name)), default=None)
     outside = inner if best is None else [name for name in inner if name not in held[best]]
     if best is None or outside:
-        raise ValueError(
+        raise NotLayerwiseError(
             f"{_listed(outside)} are in no list of decoder layers of {type(model).__name__}"
-            f"{f' ({best})' if best else ''}, which are calibrated one after the other; {_REMEDY}"
+            f"{f' ({best})' if best else ''}, which are calibrated one after the other"
         )
     return best, lists[best]
 
@@ -303,9 +366,9 @@ def _stored_slots(plan: ConversionPlan, model: PreTrainedModel) -> list[str]:
     if missing:
         experts = [name for name in missing if ".experts." in name]
         why = "experts are stored one by one, but fused in transformers" if experts else "missing"
-        raise ValueError(
+        raise NotLayerwiseError(
             f"{plan.source}: {_listed(experts or missing)}: {why}, so {type(model).__name__} "
-            "cannot be run layer by layer; use a method that needs no calibration"
+            "cannot be run layer by layer"
         )
     for name in stored:
         got, need = plan.tensors.infos[name].shape, tuple(slots[name].shape)

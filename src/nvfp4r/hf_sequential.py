@@ -3,7 +3,8 @@
 Each layer sees the calibration texts as the quantised layers before it leave them: the texts run
 through it once to sum the Hessians of its inputs, its linear layers are rounded (methods/gptq.py),
 and they run through it again with the new weights, for the next one. In memory are what surrounds
-the decoder layers, one layer, its Hessians, and the hidden states of all texts.
+the decoder layers, one layer, its Hessians, and the hidden states of a text at a time; those of the
+others wait in memory or on disk (hidden_states.py).
 
 Finished layers are kept in a folder (work_folder.py), so that a run that was ended goes on where it
 was; texts then run through the finished layers once more. What is rotated, rounded and stored is
@@ -30,7 +31,8 @@ from nvfp4r.convert import TensorSource
 from nvfp4r.dialects import Activations
 from nvfp4r.format import NVFP4Tensor
 from nvfp4r.hf_inputs import InputMaxima, Unit, rotated, units_of, watching
-from nvfp4r.hf_layers import LayerwiseModel
+from nvfp4r.hf_layers import LayerwiseModel, hidden_bytes
+from nvfp4r.hidden_states import HiddenStates, require_room
 from nvfp4r.methods import check_method
 from nvfp4r.methods.gptq import (
     DAMPING,
@@ -135,7 +137,7 @@ def gptq_tensors(
     Raises:
         ValueError: no token; a model that cannot be run layer by layer; NaN or infinite inputs of a
             layer; for "nvfp4", a layer that saw no token. Names it.
-        OSError: `work` cannot be written.
+        OSError: `work`, or hidden states beside it, cannot be written.
     """
     if method not in METHODS:
         raise ValueError(f"method is {method!r}, need one of {', '.join(METHODS)}")
@@ -185,7 +187,7 @@ class _Run:
 
     def __post_init__(self) -> None:
         self.rotation = check_method(self.method).rotation
-        self.hidden: list[Tensor | None] = [None] * len(self.rows)
+        self.hidden = HiddenStates(self.work.path.parent, self.model.device)
         self.parts = {_part(i): self.model.modules_of(i) for i in range(self.model.count)}
         self.parts = {part: modules for part, modules in self.parts.items() if modules}
         if self.model.head is not None:
@@ -198,17 +200,19 @@ class _Run:
             return
         last = self.model.count if missing[-1] == _HEAD else int(missing[-1])
         total = last + 1
+        require_room(self.work.path.parent, hidden_bytes(self.plan, self.rows, self.model.device))
         self.say_if_short()
         self.model.load_frame()
-        for index in range(min(total, self.model.count)):
-            name = f"{self.model.prefix}.{index}"
-            advance = partial(_advance, progress, name, index, total)
-            self.one_layer(index, index == last, advance)
-            advance(1.0)
-        if last == self.model.count:
-            advance = partial(_advance, progress, _HEAD, last, total)
-            self.output_head(advance)
-            advance(1.0)
+        with self.hidden:
+            for index in range(min(total, self.model.count)):
+                name = f"{self.model.prefix}.{index}"
+                advance = partial(_advance, progress, name, index, total)
+                self.one_layer(index, index == last, advance)
+                advance(1.0)
+            if last == self.model.count:
+                advance = partial(_advance, progress, _HEAD, last, total)
+                self.output_head(advance)
+                advance(1.0)
 
     def say_if_short(self) -> None:
         """Warns of Hessians that cannot but be singular."""
@@ -235,7 +239,7 @@ class _Run:
             hessians = self.hessians(units)
             with self.watching(units, lambda unit, x: hessians[unit].add(x)):
                 for i, row in enumerate(self.rows):
-                    self.model.run_layer(index, row, self.moved(i))
+                    self.model.run_layer(index, row, self.hidden.get(i))
                     advance((i + 1) / len(self.rows) / 2)
             made, records = self.rounded(hessians)
             del hessians
@@ -247,7 +251,9 @@ class _Run:
         if not is_last or amax.units:
             with self.watching(amax.units, amax.add):
                 for i, row in enumerate(self.rows):
-                    self.hidden[i] = self.model.run_layer(index, row, self.moved(i)).cpu()
+                    hidden = self.model.run_layer(index, row, self.hidden.get(i))
+                    if not is_last:
+                        self.hidden.put(i, hidden)
                     advance(0.5 + (i + 1) / len(self.rows) / 2)
         self.model.unload_layer(index)
         if not is_finished:
@@ -267,17 +273,12 @@ class _Run:
 
         with self.watching([unit], see):
             for i, row in enumerate(self.rows):
-                hidden = self.moved(i)
+                hidden = self.hidden.get(i)
                 assert hidden is not None
                 self.model.run_to_head(row, hidden)
                 advance((i + 1) / len(self.rows))
         made, records = self.rounded(hessians)
         self.save(_HEAD, made, amax, records, start)
-
-    def moved(self, row: int) -> Tensor | None:
-        """The hidden states of a row on the device."""
-        hidden = self.hidden[row]
-        return None if hidden is None else hidden.to(self.model.device)
 
     def watching(
         self, units: Sequence[Unit], see: Callable[[Unit, Tensor], None]

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from nvfp4r import hidden_states
 from nvfp4r.calibration import calibrate
 from nvfp4r.checkpoint import load_checkpoint
 from nvfp4r.convert import convert, weight_maxima
@@ -140,6 +141,30 @@ def test_a_run_that_was_ended_goes_on_to_the_same_bytes(llama, tmp_path, method,
     assert amax == amax_resumed
     for file in (tmp_path / "whole.work").glob("*.safetensors"):
         assert load_file(file).keys() == load_file(work.path / file.name).keys()
+
+
+@pytest.mark.parametrize("method", ["gptq", "mr-gptq"])
+@pytest.mark.parametrize("in_memory", [0, 90 * 64 * 4])
+def test_hidden_states_on_disk_change_nothing(llama, tmp_path, monkeypatch, method, in_memory):
+    """All of them, or all but the first text's; in a run that was ended, too."""
+    more = {"activations": "nvfp4", "head": True}
+    whole, amax, _, _ = run(llama, tmp_path / "whole", method, **more)
+    monkeypatch.setattr(hidden_states, "IN_MEMORY_BYTES", in_memory)
+    with pytest.raises(EndedError):
+        run(llama, tmp_path / "out", method, end_at=1.7, **more)
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "whole.work", "out.work"}
+    on_disk, amax_on_disk, _, _ = run(llama, tmp_path / "out", method, **more)
+    same(whole, on_disk)
+    assert amax == amax_on_disk
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "whole.work", "out.work"}
+
+
+def test_a_disk_without_room_is_refused_before_a_weight_is_read(llama, tmp_path, monkeypatch):
+    monkeypatch.setattr(hidden_states, "IN_MEMORY_BYTES", -(1 << 60))
+    monkeypatch.setattr(LayerwiseModel, "load_frame", lambda self: pytest.fail("read weights"))
+    with pytest.raises(OSError, match="the calibration texts' hidden states need"):
+        run(llama, tmp_path / "out")
+    assert {path.name for path in tmp_path.iterdir()} == {"source"}
 
 
 def test_a_finished_run_reads_no_model_again(llama, tmp_path, monkeypatch):

@@ -102,10 +102,10 @@ def quantize(
 
     Embeddings, norms and routers stay as they are, as does the output head unless it is asked for.
     Weights alone need about the memory of one output file (4 GB at most) and of the largest layers.
-    gptq and mr-gptq hold the embeddings, one decoder layer and what all texts look like there; they
-    keep finished layers in OUTPUT.work until the checkpoint is whole, and the same command goes on
-    after them. awq, and W4A4 by another method, load the whole model. On a CPU models run in
-    float32.
+    gptq, mr-gptq and W4A4 hold the embeddings and one decoder layer; what texts look like between
+    layers is held in memory up to 1 GiB, the rest on the disk of OUTPUT. gptq and mr-gptq keep
+    finished layers in OUTPUT.work until the checkpoint is whole, and the same command goes on after
+    them. awq loads the whole model. On a CPU models run in float32.
     """
     start = time.monotonic()
     with error_boundary(debug):
@@ -124,7 +124,7 @@ def quantize(
         if calib_data is not None:
             from reset.cli import quantize_calibrated as calibrated
 
-            calibrated.check_method_fits(plan, chosen)
+            why_whole = calibrated.check_method_fits(plan, chosen)
             calibration = calibrated.Calibration.begin(
                 plan,
                 chosen,
@@ -133,8 +133,10 @@ def quantize(
                 output=output_folder,
                 activations=activations.value,
                 damping=damping,
+                why_whole=why_whole,
             )
-        require_space(output_folder, _bytes_needed(plan, chosen))
+            calibration.require_room(_layers_bytes(plan, chosen))
+        require_space(output_folder, plan.output_bytes + _layers_bytes(plan, chosen))
         if not as_json:
             print_plan(plan)
         if unchecked:
@@ -215,10 +217,11 @@ def _check_flags(
             raise ValueError(f"--damping is {damping}, need a share within (0, 1]")
 
 
-def _bytes_needed(plan: ConversionPlan, method: Method) -> int:
-    """Of the output, and of finished layers that are kept beside it until it is whole."""
-    kept = sum(plan.tensors.infos[name].nbytes for name in plan.kept)
-    return plan.output_bytes + (plan.output_bytes - kept if method.name in gptq.METHODS else 0)
+def _layers_bytes(plan: ConversionPlan, method: Method) -> int:
+    """Of finished layers that are kept beside the output until it is whole."""
+    if method.name not in gptq.METHODS:
+        return 0
+    return plan.output_bytes - sum(plan.tensors.infos[name].nbytes for name in plan.kept)
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ Imported when it is needed: transformers takes seconds.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +17,12 @@ from torch import Tensor
 
 from nvfp4r import hf_awq, hf_sequential
 from nvfp4r.calibration import calibrate
-from nvfp4r.console import count_progress, notes, step_progress
+from nvfp4r.console import count_progress, format_bytes, notes, step_progress
 from nvfp4r.convert import TensorSource
 from nvfp4r.dialects import Activations
+from nvfp4r.hf_layers import NotLayerwiseError, hidden_bytes
+from nvfp4r.hf_maxima import input_maxima
+from nvfp4r.hidden_states import require_room
 from nvfp4r.methods import Method, gptq
 from nvfp4r.methods.folding import fold_points
 from nvfp4r.selection import ConversionPlan
@@ -27,20 +31,29 @@ from reset.cli.source_model import load_source_model, load_tokenizer, token_rows
 from reset.texts import read_texts
 
 
-def check_method_fits(plan: ConversionPlan, method: Method) -> None:
-    """Refuses a calibrated method that cannot do this model, or whose packages are missing.
+def check_method_fits(plan: ConversionPlan, method: Method) -> str | None:
+    """Refuses a method that cannot run this model over texts, or whose packages are missing.
 
     Reads nothing but what the plan holds.
+
+    Returns:
+        For a method that only measures inputs: why it has to load the whole model, or None.
 
     Raises:
         ValueError: another architecture is needed; names what does not fit.
         ImportError: a package is missing.
     """
-    if method.name in gptq.METHODS:
-        hf_sequential.check_architecture(plan)
-    elif method.calibrated:
+    if method.calibrated and method.name not in gptq.METHODS:
         fold_points(plan)
         hf_awq.require_modelopt()
+        return None
+    try:
+        hf_sequential.check_architecture(plan)
+    except NotLayerwiseError as error:
+        if method.calibrated:
+            raise
+        return error.reason
+    return None
 
 
 def calibration_rows(
@@ -74,6 +87,8 @@ class Calibration:
         activations: "nvfp4" asks for the largest inputs too.
         work: finished layers, of methods that keep them.
         damping: of gptq and mr-gptq.
+        folder: whose disk takes hidden states of the texts.
+        why_whole: why the model cannot be run layer by layer, for methods that do without.
     """
 
     plan: ConversionPlan
@@ -83,6 +98,8 @@ class Calibration:
     activations: Activations
     damping: float
     work: WorkFolder | None
+    folder: Path
+    why_whole: str | None
 
     @classmethod
     def begin(
@@ -95,8 +112,12 @@ class Calibration:
         output: Path,
         activations: Activations,
         damping: float | None,
+        why_whole: str | None,
     ) -> Calibration:
         """Finds the finished layers of the same command, if it was ended before.
+
+        Args:
+            why_whole: from `check_method_fits`.
 
         Raises:
             ValueError: they are of a command with other settings.
@@ -113,7 +134,20 @@ class Calibration:
                 activations=activations,
                 damping=damping,
             )
-        return cls(plan, method, rows, device, activations, damping, work)
+        return cls(plan, method, rows, device, activations, damping, work, output.parent, why_whole)
+
+    def require_room(self, layers_bytes: int) -> None:
+        """Looks whether the disk has room for what is kept there while the model runs.
+
+        Args:
+            layers_bytes: of finished layers, for methods that keep them.
+
+        Raises:
+            OSError: it has not; says how much is needed.
+        """
+        if self.why_whole is None and (self.work is not None or not self.method.calibrated):
+            hidden = hidden_bytes(self.plan, self.rows, self.device)
+            require_room(self.folder, hidden, layers_bytes)
 
     def run(
         self, maxima: Mapping[str, float]
@@ -146,15 +180,44 @@ class Calibration:
                     lambda done, total: step("", done, total),
                     activations=self.activations,
                 )
+        return None, self.input_maxima()
+
+    def input_maxima(self) -> dict[str, Tensor]:
+        """The largest inputs of the model as it is, layer by layer where that can be done."""
+        reason = self.why_whole
+        if reason is None:
+            try:
+                with step_progress("calibrating", "layers") as step:
+                    return input_maxima(
+                        self.plan,
+                        self.rows,
+                        self.device,
+                        self.folder,
+                        rotation=self.method.rotation,
+                        progress=step,
+                    )
+            except NotLayerwiseError as error:  # which only its first layers tell
+                reason = error.reason
+        notes().print(
+            f"[yellow]note:[/yellow] to measure its inputs, the whole model is loaded, "
+            f"{format_bytes(self.whole_bytes())}: {escape(reason)}",
+            soft_wrap=True,
+        )
         model = load_source_model(self.plan.source, self.device)
         with count_progress("calibrating", len(self.rows), "texts") as advance:
-            return None, calibrate(
+            return calibrate(
                 model,
                 self.rows,
                 list(self.plan.quantised),
                 lambda done, tokens: advance(done),
                 rotation=self.method.rotation,
             )
+
+    def whole_bytes(self) -> int:
+        """What the whole model takes in memory, as `load_source_model` loads it."""
+        if self.device.type != "cpu":
+            return self.plan.source_bytes
+        return 4 * sum(math.prod(info.shape) for info in self.plan.tensors.infos.values())
 
     def report(self, data: str) -> dict[str, Any]:
         """Its part of the report; to be asked for before `finish`."""

@@ -99,8 +99,23 @@ def load_source_model(folder: Path, device: torch.device) -> PreTrainedModel:
     """The unquantised model in eval mode: in its own dtype, or in float32 on a CPU.
 
     CPUs run bfloat16 several times slower than float32, which holds the same weights.
+
+    Raises:
+        ValueError: weights are missing, which transformers would make up; names them.
     """
     dtype = torch.float32 if device.type == "cpu" else "auto"
-    return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, local_files_only=True, device_map={"": device}
-    ).eval()
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=dtype,
+        local_files_only=True,
+        device_map={"": device},
+        output_loading_info=True,
+    )
+    model, found = loaded
+    missing = sorted(found["missing_keys"])
+    if missing:
+        raise ValueError(
+            f"{folder}: {len(missing)} weights that {type(model).__name__} needs are missing, "
+            f"{missing[0]} is the first; is config.json the one that belongs to these weights?"
+        )
+    return model.eval()
