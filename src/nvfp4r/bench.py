@@ -19,7 +19,8 @@ from nvfp4r.doctor import diagnose
 from nvfp4r.jit import UnsupportedGPUError, load_module
 from nvfp4r.jit.cache import FOLDER_VARIABLE
 from nvfp4r.launches import plan_for, required_facts, tuned_plans
-from nvfp4r.plan import MAX_MEDIUM_M, DeviceFacts, Plan, choose_plan, token_range
+from nvfp4r.plan import DeviceFacts, Plan, choose_plan, token_range
+from nvfp4r.plan_medium import MAX_MEDIUM_M
 from nvfp4r.shapes import Shape
 from nvfp4r.timing import read_bandwidth, rotated_bytes
 from nvfp4r.tuned import Problem, Tuned, TunedFile, tuned_file

@@ -10,21 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from nvfp4r.plan import (
-    CLUSTERS,
-    MAX_MEDIUM_M,
-    MEDIUM_HELD,
     TILE_COLUMNS,
     TILE_ROWS,
     DeviceFacts,
-    MediumSplit,
     Plan,
     Split,
     plan_with,
-    room,
-    shared_bytes,
-    token_groups,
     token_range,
 )
+from nvfp4r.plan_medium import CLUSTERS, MAX_MEDIUM_M, MEDIUM_HELD, MediumSplit, room, token_groups
 from nvfp4r.plan_small import MAX_SMALL_M, SMALL_WARPS, SmallSplit
 
 _CTAS_PER_SM = {False: (2, 3, 4, 5, 6), True: (1, 2, 3, 4)}  # of linear_small, linear_shared
@@ -96,7 +90,7 @@ def _medium_splits(M: int, tiles: int, K: int, facts: DeviceFacts) -> Iterator[S
                     two = M <= _MOST_TOKENS_FOR_TWO and clusters * cluster > facts.sm_count
                     per_sm = 2 if two else 1
                     fits = clusters * cluster <= per_sm * facts.sm_count
-                    if fits and shared_bytes(split, M, K) <= room(facts, per_sm):
+                    if fits and split.shared_bytes(M) <= room(facts.shared_bytes_per_block, per_sm):
                         yield split
 
 

@@ -19,8 +19,6 @@ from nvfp4r.format import BLOCK
 from nvfp4r.jit import UnsupportedGPUError, load_module, target_for
 from nvfp4r.packed import ORDERS
 from nvfp4r.plan import (
-    MAX_KERNEL_M,
-    MAX_MEDIUM_M,
     TILE_ROWS,
     DeviceFacts,
     Plan,
@@ -31,6 +29,7 @@ from nvfp4r.plan import (
     token_range,
 )
 from nvfp4r.plan_large import LargeSplit
+from nvfp4r.plan_medium import MAX_KERNEL_M, MAX_MEDIUM_M
 from nvfp4r.tuned import Problem, TunedPlans, load_tuned
 
 _LINEAR = struct.Struct("@6P8i0P")  # struct LinearArgs of kernels/linear_args.cuh

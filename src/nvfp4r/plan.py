@@ -4,38 +4,13 @@ Chosen inside the op from the shape at hand, so that tracing with one M cannot f
 another. Knows the GPU by three numbers, launches nothing.
 
 The rules rest on measurements, one H200, 132 SMs, 2026-11-29, bf16, CUDA graph with PDL, weights
-rotated through 320 MB. Those for up to 8 tokens are in plan_small.py, those for many tokens on
-compute capability 9.0 in plan_large.py.
+rotated through 320 MB: for up to 8 tokens in plan_small.py, for 9 to 64 in plan_medium.py, for many
+on compute capability 9.0 in plan_large.py.
 
-For M = 9 .. 64 (linear_medium; the same machine and conditions, 300 settings a shape) the rule is
-within 2 % of the best setting found, 5 % on 10240 x 5120 at M = 16 (with the version before a
-warp's two row tiles were spread 8 apart). CTAs of a cluster share K; best
-setting and time in us at M = 16, 32, 64, as tiles a warp / CTAs of a cluster / clusters:
-
-    tiles  shapes (N x K)       M = 16             M = 32             M = 64
-    256    4096 x 4096          1 / 4 / 43   8.1   1 / 4 / 43  10.2   1 / 2 / 64  16.1
-    256    4096 x 12288         2 / 8 / 22  15.4   1 / 4 / 43  21.7   1 / 2 / 64  33.7
-    320    5120 x 5120          1 / 4 / 54   9.8   1 / 4 / 54  12.5   2 / 4 / 20  21.9
-    320    5120 x 25600         2 / 8 / 27  30.0   2 / 8 / 27  42.6   2 / 4 / 27  75.2
-    448    7168 x 5120          1 / 4 / 56  11.4   1 / 4 / 56  14.6   2 / 4 / 28  23.2
-    640    10240 x 5120         2 / 4 / 54  14.9   1 / 2 / 107 20.8   1 / 1 / 92  37.5
-    1536   24576 x 4096         2 / 2 / 128 23.0   2 / 2 / 128 31.5   2 / 1 / 96  53.5
-    3200   51200 x 5120         2 / 1 / 264 55.0   2 / 2 / 132 77.2   2 / 1 / 132 126
-
-For M = 65 .. 192 linear_medium runs two or three times over equal parts of the tokens. Measured:
-one pass of 64 tokens against unpacking for 128 tokens; 1,024 tokens, so the slope of unpacking
-(us); from them the number of tokens at which unpacking is as fast:
-
-    shapes (N x K)    64 tokens   128, unpacked   1024, unpacked   equal at
-    4096 x 12288      35          119             238              246
-    5120 x 25600      78          287             607              280
-    24576 x 4096      56          220             556              344
-    51200 x 5120      123         576             1376             449
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
@@ -49,6 +24,16 @@ from nvfp4r.plan_large import (
     large_split,
     prefers_medium,
 )
+from nvfp4r.plan_medium import (
+    MAX_KERNEL_M,
+    MAX_MEDIUM_M,
+    MEDIUM_THREADS,
+    MEDIUM_WARPS,
+    MediumSplit,
+    medium_fault,
+    medium_split,
+    token_groups,
+)
 from nvfp4r.plan_small import (
     MAX_SMALL_M,
     SmallSplit,
@@ -57,38 +42,10 @@ from nvfp4r.plan_small import (
     small_split,
 )
 
-MAX_MEDIUM_M = 64
-"""Largest M of linear_medium."""
-
-MAX_KERNEL_M = 192
-"""Largest M of linear_medium, in passes; above, a dense product on unpacked rows is faster. Where
-linear_large is built it takes all M above 32 instead."""
-
 TOKEN_RANGES = ((1, 2), (3, 8), (9, 16), (17, 32), (33, 48), (49, 64))
 """First and last M that share a plan, so that the bits of a row do not depend on M."""
 
 TILE_ROWS, TILE_COLUMNS, TILE_BYTES = 16, 128, 1152  # docs/layout.md
-
-MEDIUM_HELD: Mapping[int, tuple[int, ...]] = {2: (1, 2), 4: (1,), 6: (1, 2), 8: (1, 2)}
-"""Tokens / 8 that linear_medium is built for, and with each the row tiles that a warp may hold."""
-
-MEDIUM_WARPS = 8
-"""Consumer warps of linear_medium."""
-
-CLUSTERS = (1, 2, 4, 8)
-"""CTAs that may form a cluster."""
-
-_LONG_K = 8192  # from here on more warps, or more CTAs, share the K of a tile
-_BARRIER_BYTES = 8
-
-# linear_medium: all its threads, and bytes of 256 columns of a tile and of a token.
-_MEDIUM_THREADS = 320
-_UNIT_BYTES = 2 * TILE_BYTES
-_TOKEN_BYTES = 528
-_SUM_BYTES = 80  # of a tile and token
-# (stages of weights, stages of x), the best first, if an SM shall hold two CTAs or one.
-_DEPTHS_OF_TWO = ((2, 3), (2, 2))
-_DEPTHS_OF_ONE = ((3, 3), (2, 3), (2, 2), (1, 2), (1, 1))
 
 
 @dataclass(frozen=True)
@@ -100,25 +57,6 @@ class DeviceFacts:
     has_pdl: bool
     has_cluster: bool
     has_wgmma: bool = False
-
-
-@dataclass(frozen=True)
-class MediumSplit:
-    """How linear_medium shares its work.
-
-    Attributes:
-        held: row tiles a warp holds at once.
-        cluster: CTAs that share the K of their tiles.
-        clusters: groups of CTAs that share the tiles.
-        depth: stages of the ring of weights.
-        x_depth: stages of the ring of activations.
-    """
-
-    held: int
-    cluster: int
-    clusters: int
-    depth: int
-    x_depth: int
 
 
 Split = SmallSplit | MediumSplit | LargeSplit
@@ -194,7 +132,7 @@ def choose_plan(
         if split.shared_x:
             reason += ", x in shared memory"
     else:
-        split = _medium_split(M, tiles, K, device)
+        split = medium_split(M, tiles, K, sms, device.shared_bytes_per_block, device.has_cluster)
         if split is None:
             return _unpack(
                 f"{M} tokens do not fit the {device.shared_bytes_per_block} bytes of a CTA"
@@ -264,7 +202,7 @@ def plan_with(
         path="medium",
         kernel=f"linear_medium_{order}_n{token_groups(M)}_r{split.held}",
         grid=split.clusters * split.cluster,
-        threads=_MEDIUM_THREADS,
+        threads=MEDIUM_THREADS,
         depth=split.depth,
         shared_bytes=shared_bytes(split, M, K),
         pdl=device.has_pdl,
@@ -309,22 +247,13 @@ def token_range(M: int) -> tuple[int, int]:
     return next(bounds for bounds in TOKEN_RANGES if bounds[1] >= M)
 
 
-def token_groups(M: int) -> int:
-    """Tokens / 8 of the linear_medium that takes M tokens, 9 .. 64."""
-    return next(groups for groups in MEDIUM_HELD if 8 * groups >= M)
-
-
 def shared_bytes(split: Split, M: int, K: int) -> int:
     """Dynamic shared memory of a CTA for M tokens: rings, barriers, sums."""
     if isinstance(split, SmallSplit):
         return split.shared_bytes(M, K)
     if isinstance(split, LargeSplit):
         return split.shared_bytes
-    tiles = split.held * MEDIUM_WARPS
-    x_bytes = token_groups(M) * 8 * _TOKEN_BYTES
-    rings = split.depth * tiles * _UNIT_BYTES + split.x_depth * x_bytes
-    barriers = 2 * split.x_depth + MEDIUM_WARPS * (split.depth + 1)
-    return rings + tiles * M * _SUM_BYTES + barriers * _BARRIER_BYTES
+    return split.shared_bytes(M)
 
 
 def _require_sizes(M: int, N: int, K: int, order: str) -> None:
@@ -340,76 +269,16 @@ def _fault(split: Split, M: int, tiles: int, K: int, device: DeviceFacts) -> str
         if not device.has_wgmma:
             return "linear_large is built for GPUs of compute capability 9.0"
         fault = large_fault(split, M, tiles)
-        if fault:
-            return fault
     elif isinstance(split, SmallSplit):
         fault = small_fault(split, M, tiles)
-        if fault:
-            return fault
     else:
-        if not MAX_SMALL_M < M <= MAX_MEDIUM_M:
-            return f"linear_medium takes {MAX_SMALL_M + 1} to {MAX_MEDIUM_M} tokens"
-        if split.held not in MEDIUM_HELD[token_groups(M)]:
-            return f"linear_medium is built for {MEDIUM_HELD[token_groups(M)]} row tiles a warp"
-        if split.cluster not in (CLUSTERS if device.has_cluster else (1,)):
-            return f"{split.cluster} CTAs cannot form a cluster"
-        if min(split.depth, split.x_depth) < 1:
-            return "a ring has at least one stage"
-        if not 1 <= split.clusters <= tiles:
-            return f"{split.clusters} groups of CTAs cannot share {tiles} row tiles"
+        fault = medium_fault(split, M, tiles, device.has_cluster)
+    if fault:
+        return fault
     needed = shared_bytes(split, M, K)
     if needed > device.shared_bytes_per_block:
         return f"{needed} bytes of shared memory, a CTA has {device.shared_bytes_per_block}"
     return None
-
-
-def _medium_split(M: int, tiles: int, K: int, device: DeviceFacts) -> MediumSplit | None:
-    """The first of the rule's splits that leaves an SM room for as many CTAs as it counts on."""
-    for held, cluster, clusters, per_sm in _medium_shares(M, tiles, K, device):
-        for depth, x_depth in _DEPTHS_OF_TWO if per_sm > 1 else _DEPTHS_OF_ONE:
-            split = MediumSplit(held, cluster, clusters, depth, x_depth)
-            if shared_bytes(split, M, K) <= room(device, per_sm):
-                return split
-    return None
-
-
-def room(device: DeviceFacts, per_sm: int) -> int:
-    """Dynamic shared memory that a CTA may use if an SM shall hold `per_sm` of them."""
-    return (device.shared_bytes_per_block + 1024) // per_sm - 1024
-
-
-def _medium_shares(
-    M: int, tiles: int, K: int, device: DeviceFacts
-) -> Iterator[tuple[int, int, int, int]]:
-    """(row tiles a warp holds, CTAs of a cluster, clusters, CTAs that an SM shall hold).
-
-    The second table at the top; then what needs less shared memory.
-    """
-    sms = device.sm_count
-    per_sm = 2 if M <= 32 else 1
-    if device.has_cluster:
-        held, cluster, tiles_each = _cluster_shares(M, tiles, K, sms)
-        clusters = min(-(-tiles // tiles_each), per_sm * sms // cluster)
-        yield held, cluster, max(1, clusters), per_sm
-    yield 1, 1, min(tiles, per_sm * sms), per_sm
-    yield 1, 1, min(tiles, sms), 1
-
-
-def _cluster_shares(M: int, tiles: int, K: int, sms: int) -> tuple[int, int, int]:
-    """(row tiles a warp holds, CTAs of a cluster, row tiles a cluster should have)."""
-    if M > 32:  # one CTA on an SM
-        if tiles <= 2 * sms:
-            return 1, 2, 4
-        if tiles <= 4 * sms:
-            return 2, 4, 16
-        return (2, 2, 14) if tiles <= 8 * sms else (2, 1, 16)
-    if tiles <= 4 * sms:
-        if M <= 16 and K >= _LONG_K:
-            return 2, 8, 12
-        return 1, 4, 8 if tiles > 2.5 * sms else 6
-    if tiles <= 8 * sms:
-        return 1, 2, 6
-    return (2 if M <= 16 and tiles > 12 * sms else 1), 1, 6
 
 
 def _unpack(reason: str) -> Plan:

@@ -46,6 +46,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from nvfp4r.plan_medium import room
+
 MAX_SMALL_M = 8
 """Largest M of linear_small and linear_shared: the tokens of one matrix instruction."""
 
@@ -107,9 +109,8 @@ def small_split(M: int, tiles: int, K: int, sms: int, shared_bytes_per_block: in
     if M <= _MAX_SHARED_M and K <= _MAX_SHARED_K:
         split = _shared_split(tiles, sms)
         if split:
-            per_sm = -(-split.grid // sms)  # CTAs that an SM shall hold; each takes 1024 bytes more
-            room = (shared_bytes_per_block + 1024) // per_sm - 1024
-            if split.shared_bytes(_MAX_SHARED_M, K) <= room:
+            per_sm = -(-split.grid // sms)  # CTAs that an SM shall hold
+            if split.shared_bytes(_MAX_SHARED_M, K) <= room(shared_bytes_per_block, per_sm):
                 return split
     if tiles <= 2 * sms and K > _LONG_K:
         return SmallSplit(12, tiles)

@@ -24,10 +24,10 @@ from nvfp4r.jit.cache import FOLDER_VARIABLE, cache_folder, replace_file
 from nvfp4r.plan import (
     TOKEN_RANGES,
     DeviceFacts,
-    MediumSplit,
     Split,
     plan_with,
 )
+from nvfp4r.plan_medium import MediumSplit
 from nvfp4r.plan_small import MAX_SMALL_M, SmallSplit
 
 SWITCH_VARIABLE = "NVFP4R_TUNED_PLANS"

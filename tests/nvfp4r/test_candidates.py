@@ -9,14 +9,13 @@ import pytest
 from nvfp4r.candidates import candidate_plans
 from nvfp4r.jit import ENTRY, kernel_sources
 from nvfp4r.plan import (
-    MEDIUM_HELD,
     TOKEN_RANGES,
     DeviceFacts,
-    MediumSplit,
     choose_plan,
     plan_with,
 )
 from nvfp4r.plan_large import LargeSplit
+from nvfp4r.plan_medium import MEDIUM_HELD, MediumSplit
 from nvfp4r.plan_small import SMALL_WARPS
 
 GPUS = {

@@ -9,7 +9,8 @@ from nvfp4r import launches, quantize
 from nvfp4r.launches import Layer, plan_for, run_plan
 from nvfp4r.ops import linear
 from nvfp4r.packed import pack
-from nvfp4r.plan import DeviceFacts, MediumSplit, plan_with
+from nvfp4r.plan import DeviceFacts, plan_with
+from nvfp4r.plan_medium import MediumSplit
 from nvfp4r.plan_small import SmallSplit
 from nvfp4r.tuned import Problem, Tuned
 

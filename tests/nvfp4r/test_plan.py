@@ -9,14 +9,13 @@ from itertools import pairwise
 import pytest
 
 from nvfp4r.plan import (
-    MAX_MEDIUM_M,
     TOKEN_RANGES,
     DeviceFacts,
-    MediumSplit,
     choose_plan,
     plan_with,
     token_range,
 )
+from nvfp4r.plan_medium import MAX_MEDIUM_M, MediumSplit
 
 H200 = DeviceFacts(sm_count=132, shared_bytes_per_block=232_448, has_pdl=True, has_cluster=True)
 RTX_3090 = DeviceFacts(

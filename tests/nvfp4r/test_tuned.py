@@ -14,7 +14,8 @@ import torch
 from nvfp4r import launches, ops, tuned
 from nvfp4r.launches import plan_for
 from nvfp4r.packed import pack
-from nvfp4r.plan import DeviceFacts, MediumSplit, choose_plan
+from nvfp4r.plan import DeviceFacts, choose_plan
+from nvfp4r.plan_medium import MediumSplit
 from nvfp4r.plan_small import SmallSplit
 from nvfp4r.quantize import quantize
 from nvfp4r.tuned import Problem, Tuned, load_tuned, sources_key, tuned_file
