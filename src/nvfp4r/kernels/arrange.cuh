@@ -1,11 +1,12 @@
-// Activations in the order in which linear_large multiplies them, so that it can copy a stage whole:
+// Activations in the order in which linear_large multiplies them, so that it can copy a stage
+// whole:
 //
 //     [K / 64][M / 8][j < 4][h < 2][token < 8][t < 4]
 //
-// pairs of values (4 bytes), where j, h, t say which: columns 64 * stage + 16 * t + 4 * j + 2 * h and
-// the next. That is how a decoded word of weights lies in the registers of a warp (docs/layout.md):
-// step j of 16 columns has columns of four blocks in it, one for each lane t. Tokens and columns that
-// do not exist are zero.
+// pairs of values (4 bytes), where j, h, t say which: columns 64 * stage + 16 * t + 4 * j + 2 * h
+// and the next. That is how a decoded word of weights lies in the registers of a warp
+// (docs/layout.md): step j of 16 columns has columns of four blocks in it, one for each lane t.
+// Tokens and columns that do not exist are zero.
 #pragma once
 #include "quantize.cuh"
 

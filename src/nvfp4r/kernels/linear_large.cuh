@@ -2,15 +2,15 @@
 // registers of wgmma.
 //
 // A unit of work is up to 8 RT row tiles times 8 NT tokens; the CTAs, one on an SM, take units in
-// turn. Two warpgroups multiply, a warp of them RT tiles: it streams and decodes its own weights, as
-// in linear_medium, while the tensor cores work on what it decoded before. With few units the CTAs
-// of a cluster share K and add their sums through distributed shared memory.
+// turn. Two warpgroups multiply, a warp of them RT tiles: it streams and decodes its own weights,
+// as in linear_medium, while the tensor cores work on what it decoded before. With few units the
+// CTAs of a cluster share K and add their sums through distributed shared memory.
 //
-// Activations come in the order of arrange.cuh, a stage of 64 columns in one copy, which a ninth warp
-// issues.
+// Activations come in the order of arrange.cuh, a stage of 64 columns in one copy, which a ninth
+// warp issues.
 //
-// Numbers: float32 sums over K in order, within a block, then over the blocks; the grid and the size
-// of a unit do not change them.
+// Numbers: float32 sums over K in order, within a block, then over the blocks; the grid and the
+// size of a unit do not change them.
 #pragma once
 #include "cluster.cuh"
 #include "linear_args.cuh"
@@ -149,7 +149,8 @@ private:
             if (unit >= work.units) return;
             const Unit next(p, unit, work.token_tiles);
             tiles = next.tiles_of(warp);
-            source = p.weight + ((u64)(next.tile + warp) * p.kblocks + 2 * work.chunk0) * kTileBytes;
+            const u64 first = (u64)(next.tile + warp) * p.kblocks + 2 * work.chunk0;
+            source = p.weight + first * kTileBytes;
         } while (tiles == 0);
         chunk = work.chunk0;
     }
@@ -294,7 +295,8 @@ __device__ __forceinline__ void linear_large(const LargeArgs& p) {
                 }
                 wgmma_commit();
                 if (j == 3) {
-                    if (mine > 0 && (s % 4 == 3 || s + 1 == work.stages)) {  // the ring's stage is used
+                    const bool last = s % 4 == 3 || s + 1 == work.stages;  // of the ring's stage
+                    if (mine > 0 && last) {
                         if (++slot == p.depth) { slot = 0; parity ^= 1; }
                         stream.copy_next();
                     }

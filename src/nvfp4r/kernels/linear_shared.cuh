@@ -9,7 +9,8 @@
 #include "linear_small.cuh"
 
 __device__ constexpr int kSumBuffers = 4;
-// A token's 256 columns. 16 bytes more than they take: lanes that load together hit different banks.
+// A token's 256 columns. 16 bytes more than they take: lanes that load together hit different
+// banks.
 __device__ constexpr u32 kSharedTokenBytes = 2 * 256 + 16;
 
 // Sums over the warps, tile by tile, in a fixed order.
