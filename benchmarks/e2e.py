@@ -15,7 +15,10 @@ while loading, and what the model holds after it.
 
 `nvfp4r` is `stock` with NVFP4R=1. --reset FOLDER adds `stock+reset` and `nvfp4r+reset`, which
 decode with ReSET on at temperature 1 and find step borders with the tokenizer in that folder; the
-others decode at --temperature. --quantised-head adds `nvfp4r+head`, its lm_head in NVFP4 too.
+others decode at --temperature. In every round these decode once more with ReSET off: vLLM 0.26 to
+0.30 runs a model with a logits processor on its V1 runner and one without on V2, so that the ratio
+to the plain engine holds the change of runners as well. --quantised-head adds `nvfp4r+head`, its
+lm_head in NVFP4 too.
 
 --profile FOLDER writes a timeline of 16 decode steps at the first batch size there, one file for
 each engine, and prints the kernels that take most of it. --shape tiny tries the program on a CPU.
@@ -224,13 +227,23 @@ def cases(arguments: argparse.Namespace) -> list[Case]:
 
 
 def measure(engines: Engines, names: list[str], case: Case, arguments: argparse.Namespace) -> Times:
-    """Every engine in turn, and again for every repeat; every second round backwards."""
+    """Every engine in turn, and again for every repeat; every second round backwards.
+
+    An engine with ReSET has `off_tpot_ms` too, where there is a time per token.
+    """
     batch, prompt = case
-    question = {"batch": batch, "prompt": prompt, "tokens": output_tokens(case, arguments)}
+    tokens = output_tokens(case, arguments)
+    question = {"batch": batch, "prompt": prompt, "tokens": tokens}
     times: Times = {name: [] for name in names}
     for repeat in range(arguments.repeats):
         for name in reversed(names) if repeat % 2 else names:
-            times[name].append(engines.ask(name, question))
+            has_off = name.endswith("+reset") and tokens > FIRST
+            states = [False, True] if has_off else [name.endswith("+reset")]
+            figures: dict[str, float] = {}
+            for on in reversed(states) if repeat % 2 else states:
+                found = engines.ask(name, {**question, "reset": on})
+                figures |= {"off_tpot_ms": found["tpot_ms"]} if has_off and not on else found
+            times[name].append(figures)
     return times
 
 
@@ -262,11 +275,13 @@ def start_engine(
             return profile(
                 engine, batch, prompt, Path(question["profile"]), reset=reset, **sampling
             )
-        decode(engine, batch, prompt, 1, reset=reset, **sampling)  # the clocks may have rested
-        return decode(engine, batch, prompt, question["tokens"], reset=reset, **sampling)
+        on = question["reset"]
+        decode(engine, batch, prompt, 1, reset=on, **sampling)  # the clocks may have rested
+        return decode(engine, batch, prompt, question["tokens"], reset=on, **sampling)
 
     for batch, prompt in cases(arguments):
-        decode(engine, batch, prompt, WARM, reset=reset, **sampling)
+        for on in [False, True] if reset else [False]:
+            decode(engine, batch, prompt, WARM, reset=on, **sampling)
     return {"load": load, "layers": layers}, answer
 
 
@@ -316,6 +331,13 @@ def over(times: Times, name: str, base: str, figure: str) -> float | None:
     return statistics.median(mine[figure] / its[figure] for mine, its in pairs)
 
 
+def over_off(times: list[dict[str, float]]) -> float | None:
+    """Median over the rounds of one engine's time per token with ReSET on over that with it off."""
+    if "off_tpot_ms" not in times[0]:
+        return None
+    return statistics.median(one["tpot_ms"] / one["off_tpot_ms"] for one in times)
+
+
 def report(
     shape: str,
     name: str,
@@ -335,6 +357,7 @@ def report(
         "over_bf16": over(times, name, "bf16", "tpot_ms"),
         "over_stock": over(times, name, "stock", "tpot_ms"),
         "over_plain": over(times, name, plain, "tpot_ms"),
+        "over_off": over_off(times[name]),
         "ttft_over_stock": over(times, name, "stock", "ttft_ms"),
     }
     figures |= {key: value for key, value in ratios.items() if value is not None}

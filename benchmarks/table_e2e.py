@@ -34,6 +34,8 @@ def verdicts(line: Line) -> list[str]:
         goal = RESET_GOAL if line["impl"].endswith("+reset") else None
         met = goal is None or ratio <= goal
         found.append(f"{where}: {ratio:.3f} of plain's time{_against(goal, met, '<=')}")
+    if line.get("over_off"):
+        found.append(f"{where}: {line['over_off']:.3f} of its own time with ReSET off")
     if line["impl"] == "nvfp4r" and line["batch"] == 1 and line.get("ttft_over_stock"):
         ratio, goal = line["ttft_over_stock"], TTFT_GOALS.get(line["prompt"])
         met = goal is None or ratio <= goal
@@ -115,12 +117,16 @@ def _beside_plain(figures: Figures) -> str:
             for batch, line in figures.decoding(model, impl).items():
                 if "over_plain" in line:
                     goal = f"<= {RESET_GOAL}" if impl.endswith("+reset") else "-"
+                    own = f"{line['over_off']:.3f}" if "over_off" in line else "-"
                     rows.append(
                         f"| {model}, {batch} | {impl} | {_ms(line, 'tpot_ms')} "
-                        f"| {line['over_plain']:.3f} | {goal} |"
+                        f"| {line['over_plain']:.3f} | {goal} | {own} |"
                     )
-    head = "| model, batch | engine | ms per output token | over the plain engine | goal |"
-    return "\n".join([head, "|---|---|---|---|---|", *rows]) if rows else ""
+    head = (
+        "| model, batch | engine | ms per output token | over the plain engine | goal "
+        "| ReSET on over off, same engine |"
+    )
+    return "\n".join([head, "|---|---|---|---|---|---|", *rows]) if rows else ""
 
 
 def _first_token(figures: Figures) -> str:

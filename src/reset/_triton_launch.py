@@ -74,7 +74,7 @@ class _Kernels:
                 "Pass logits.contiguous() and copy the result back"
             )
         tiles = -(-width // self._tile)
-        tiles_pad = triton.next_power_of_2(tiles)
+        tiles_pad = 1 << (tiles - 1).bit_length()
         self._reserve(rows, tiles_pad)
         temperature = torch.empty(rows, dtype=torch.float32, device=self._device)
         fields = torch.empty((FIELDS, rows), dtype=torch.float64, device=self._device)

@@ -167,8 +167,11 @@ class Asked:
         self.bases, self.order = bases, []
 
     def ask(self, name, question):
-        self.order.append((name, question["batch"], question["prompt"], question["tokens"]))
+        on = ("on",) if question["reset"] else ()
+        self.order.append((name, question["batch"], question["prompt"], question["tokens"], *on))
         value = self.bases[name] + self.order.count(self.order[-1])
+        if name.endswith("+reset") and not on:
+            value -= 2
         figures = {"ttft_ms": 10 * value}
         return figures | ({"tpot_ms": value} if question["tokens"] > 1 else {})
 
@@ -183,20 +186,27 @@ def test_engines_take_turns_and_ratios_are_of_one_round(tmp_path, monkeypatch):
         times = e2e.measure(engines, names, case, asked)
         for name in names:
             e2e.report("qwen3-8b", name, case, facts, times, asked)
-    turns = [*((name, 1, 512, 160) for name in names)]
-    assert engines.order[:8] == [*turns, *reversed(turns)]
-    assert engines.order[8:12] == [(name, 1, 2048, 1) for name in names]
+    # The engine with ReSET decodes with it off, too.
+    turns = [*((name, 1, 512, 160) for name in names), ("nvfp4r+reset", 1, 512, 160, "on")]
+    assert engines.order[:10] == [*turns, *reversed(turns)]
+    firsts = [(name, 1, 2048, 1) for name in names[:3]] + [("nvfp4r+reset", 1, 2048, 1, "on")]
+    assert engines.order[10:14] == firsts
 
     lines = [json.loads(line) for line in (tmp_path / "e2e.jsonl").read_text().splitlines()]
     assert len(lines) == 2 * len(names)
     found = {(line["impl"], line["prompt"]): line for line in lines}
     ours = found["nvfp4r", 512]
-    # Rounds: bf16 30, 31; stock 20, 21; ours 10, 11; with ReSET 11, 12.
+    # Rounds: bf16 30, 31; stock 20, 21; ours 10, 11; with ReSET 11, 12, and 9, 10 with it off.
     assert ours["over_bf16"] == pytest.approx((10 / 30 + 11 / 31) / 2, rel=1e-3)
     assert ours["over_stock"] == pytest.approx((10 / 20 + 11 / 21) / 2, rel=1e-3)
     assert ours["ttft_over_stock"] == ours["over_stock"]
     assert "over_plain" not in ours
     assert found["nvfp4r+reset", 512]["over_plain"] == pytest.approx((1.1 + 12 / 11) / 2, rel=1e-3)
+    assert found["nvfp4r+reset", 512]["over_off"] == pytest.approx((11 / 9 + 12 / 10) / 2, rel=1e-3)
+    assert found["nvfp4r+reset", 512]["tpot_ms"] == 11.5
+    assert found["nvfp4r+reset", 512]["off_tpot_ms"] == 9.5
+    assert "over_off" not in ours
+    assert "over_off" not in found["nvfp4r+reset", 2048]
     assert (ours["tpot_ms"], ours["lowest_tpot_ms"], ours["highest_tpot_ms"]) == (10.5, 10, 11)
     assert (ours["ttft_ms"], ours["load_s"], ours["peak_gb"]) == (105.0, 2.0, 9.0)
     assert "tpot_ms" not in found["nvfp4r", 2048]

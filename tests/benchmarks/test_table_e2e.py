@@ -58,6 +58,7 @@ def test_the_newest_line_counts():
             {"impl": "stock+reset", "over_plain": 1.021},
             "1.021 of plain's time (goal <= 1.02, missed)",
         ),
+        ({"impl": "nvfp4r+reset", "over_off": 1.005}, "1.005 of its own time with ReSET off"),
         ({"impl": "nvfp4r+head", "over_plain": 0.93}, "0.930 of plain's time"),
         (
             {"impl": "nvfp4r", "ttft_over_stock": 1.3},
@@ -74,6 +75,13 @@ def test_a_ratio_meets_its_goal_or_not(figures, said):
     (verdict,) = table_e2e.verdicts(line)
     where = f"qwen3-32b {line['impl']}, batch {line['batch']}, prompt {line['prompt']}: "
     assert verdict == where + said
+
+
+def test_what_reset_adds_to_the_plain_engine_and_to_itself():
+    with_it = e2e_line("stock+reset", over_plain=1.02, over_off=1.005)
+    text = table_e2e.e2e_table([*all_lines(), with_it, e2e_line("nvfp4r+head", over_plain=0.9)])
+    assert "| stock+reset | 9.00 (9.00 to 9.00) | 1.020 | <= 1.02 | 1.005 |" in text
+    assert "| nvfp4r+head | 6.00 (6.00 to 6.00) | 0.900 | - | - |" in text
 
 
 def test_the_reset_table():

@@ -11,6 +11,7 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from reset import Decision, ReSETConfig, StepDetector, TemperaturePolicy, scale_logits
 from reset.config import ESTIMATORS, POLICIES
@@ -69,6 +70,18 @@ def same(got: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 def same_decision(got: Decision, wanted: Decision) -> bool:
     return all(same(one, other) for one, other in zip(got, wanted, strict=True))
+
+
+class Operations(TorchDispatchMode):
+    """Names of torch's operations, in order; what Triton launches is none of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function._schema.name.removeprefix("aten::"))
+        return function(*args, **(kwargs or {}))
 
 
 class KernelCases:
@@ -296,6 +309,25 @@ class KernelCases:
             assert same_decision(decision, plain.decide(decision.entropy.float(), new_step, where))
             assert torch.equal(fused.state, plain.state)
             assert same(ours, self.scaled(logits, decision.temperature))
+
+    @pytest.mark.parametrize("rows", [1, 8])
+    def test_a_step_is_two_launches_and_memory_for_the_decision(self, rows, monkeypatch):
+        """Whatever torch did besides would lie on the device's critical path, or the host's."""
+        tracker = RequestTracker(detector(), rows, device=self.device, backend="triton")
+        tracker.admit(list(range(rows)), [MIXED[0]] * rows, [1.0] * rows)
+        logits = random_logits(rows, 5000, torch.float32, seed=1).to(self.device)
+        slots, token = self.rows(list(range(rows))), self.rows([0] * rows, torch.int32)
+        positions = [self.rows([step] * rows) for step in range(3)]
+        tracker.scale(logits, slots, token, positions[0])  # compiles, and reserves scratch
+        launched = []
+        monkeypatch.setattr(
+            tracker._kernels, "_launch", lambda *arguments: launched.append(arguments[2])
+        )
+        with Operations() as operations:
+            for position in positions[1:]:
+                tracker.scale(logits, slots, token, position)
+        assert launched == [(2, rows, 1)] * 2, "a pair of launches a step, of two tiles a row"
+        assert operations.names == ["empty", "empty", "unbind"] * 2
 
     def test_wrong_arguments_are_refused(self):
         fused, _ = self.trackers()
