@@ -41,7 +41,13 @@ def texts(tmp_path_factory):
     return path
 
 
+TOKENS = 200  # of a sequence: more than any toy text has, fewer than all together
+
+
 def run(*arguments: object, code: int = 0):
+    """The toy texts are short: no shorter a sequence than all of them is asked for, unless told."""
+    if "--calib-data" in arguments and "--calib-tokens" not in arguments:
+        arguments = (*arguments, "--calib-tokens", TOKENS)
     result = RUNNER.invoke(app, [str(argument) for argument in arguments])
     assert result.exit_code == code, result.output
     return result
@@ -103,9 +109,29 @@ def test_texts_shorter_than_a_sequence_are_used_and_said(model, texts, tmp_path)
     longest = max(len(toy_tokenizer()(text)["input_ids"]) for text in texts.read_text().split())
     error = " ".join(result.stderr.split())
     assert f"holds 4 texts; all are used the longest text of {texts} has {longest} tokens" in error
-    assert f"fewer than 1024; what there is is used, {tokens} tokens in all" in error
+    assert f"fewer than {TOKENS}; what there is is used, {tokens} tokens in all" in error
     result = run(*arguments, "--output", tmp_path / "two", "--calib-tokens", 50)
     assert "the longest text" not in result.stderr
+
+
+@pytest.mark.parametrize("method", ["gptq", "mr-gptq"])
+def test_less_text_than_one_sequence_is_refused_before_anything_is_read(
+    model, texts, tmp_path, method
+):
+    arguments = ["--model", model, "--method", method, "--calib-data", texts, *COMPRESSED]
+    total = sum(len(toy_tokenizer()(text)["input_ids"]) for text in texts.read_text().split())
+    told = refusal(*arguments, "--output", tmp_path / "out", "--calib-tokens", total + 1)
+    assert f"--calib-data {texts}: its texts have {total} tokens together, less than one" in told
+    assert f"of {total + 1}" in told
+    assert f"a --calib-tokens of at most {total} to try it" in told
+    assert not (tmp_path / "out").exists()
+    run(*arguments, "--output", tmp_path / "out", "--calib-tokens", total)
+
+
+def test_the_largest_inputs_are_measured_on_whatever_text_there_is(model, texts, tmp_path):
+    arguments = ["--model", model, "--activations", "nvfp4", "--calib-data", texts]
+    result = run(*arguments, "--output", tmp_path / "out", "--calib-tokens", 1024, *COMPRESSED)
+    assert "what there is is used" in " ".join(result.stderr.split())
 
 
 def test_a_command_that_was_ended_goes_on(model, texts, tmp_path, monkeypatch):
@@ -113,7 +139,7 @@ def test_a_command_that_was_ended_goes_on(model, texts, tmp_path, monkeypatch):
     from nvfp4r import hf_sequential
 
     arguments = ["--model", model, "--method", "mr-gptq", "--calib-data", texts, *COMPRESSED]
-    arguments += ["--activations", "nvfp4"]
+    arguments += ["--activations", "nvfp4", "--calib-tokens", TOKENS]
     run(*arguments, "--output", tmp_path / "whole")
     factorise, calls = hf_sequential.factorise, []
 

@@ -128,7 +128,7 @@ def quantize(
             calibration = calibrated.Calibration.begin(
                 plan,
                 chosen,
-                calibrated.calibration_rows(plan, calib_data, calib_samples, calib_tokens),
+                calibrated.calibration_rows(plan, calib_data, calib_samples, calib_tokens, chosen),
                 target,
                 output=output_folder,
                 activations=activations.value,

@@ -57,18 +57,29 @@ def check_method_fits(plan: ConversionPlan, method: Method) -> str | None:
 
 
 def calibration_rows(
-    plan: ConversionPlan, data: str, samples: int, max_tokens: int
+    plan: ConversionPlan, data: str, samples: int, max_tokens: int, method: Method
 ) -> list[Tensor]:
-    """Token ids of the calibration texts; says so if there is less of them than asked for."""
+    """Token ids of the calibration texts; says so if there is less of them than asked for.
+
+    Raises:
+        ValueError: all texts together are shorter than one sequence, and the method chooses codes
+            by them. The largest inputs, which W4A4 needs of any method, are measured nevertheless.
+    """
     context = plan.config.get("max_position_embeddings")
     if isinstance(context, int):
         max_tokens = min(max_tokens, context)
     rows = token_rows(read_texts(data, samples), load_tokenizer(plan.source), max_tokens)
+    total = sum(len(row) for row in rows)
+    if method.calibrated and total < max_tokens:
+        raise ValueError(
+            f"--calib-data {data}: its texts have {total} tokens together, less than one sequence "
+            f"of {max_tokens}, from which --method {method.name} cannot learn what inputs are; "
+            f"give more text, or a --calib-tokens of at most {total} to try it"
+        )
     if len(rows) < samples:
         notes().print(f"{escape(data)} holds {len(rows)} texts; all are used", soft_wrap=True)
     longest = max(len(row) for row in rows)
     if longest < max_tokens:
-        total = sum(len(row) for row in rows)
         notes().print(
             f"the longest text of {escape(data)} has {longest} tokens, fewer than {max_tokens}; "
             f"what there is is used, {total:,} tokens in all",
