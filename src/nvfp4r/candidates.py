@@ -39,7 +39,7 @@ def candidate_plans(
         K: inputs, a multiple of 16.
         order: bit order of the packed weight, "bf16" or "f16".
         facts: of the GPU.
-        quantised: whether x is rounded to NVFP4 on the way.
+        quantised: whether x has to be rounded to NVFP4.
 
     Raises:
         ValueError: a size is out of range, or an unknown order.

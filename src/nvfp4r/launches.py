@@ -141,8 +141,8 @@ def run_plan(
     """Launch the kernel of a plan; for the ops, and for measurements that compare plans.
 
     Args:
-        x: [M, K]; the plan was made for this M, and with `quantised` if the kernel has to prepare
-            x (`Layer.prepares`).
+        x: [M, K]; the plan was made for this M, and with `quantised` if x has to be prepared
+            (`Layer.prepares`).
         out: [M, N], contiguous, in x's dtype; a new one by default.
         prepared: x went through `run_prologue`, so that nothing is left to do but the input scale.
     """

@@ -1,7 +1,7 @@
 """Which kernel multiplies M tokens with an [N, K] matrix, and with what grid: plain data.
 
 Chosen inside the op from the shape at hand, so that tracing with one M cannot freeze the branch for
-another. Knows the GPU by three numbers, launches nothing.
+another. Knows the GPU by `DeviceFacts`, launches nothing.
 
 The rules rest on measurements, one H200, 132 SMs, 2026-11-29, bf16, CUDA graph with PDL, weights
 rotated through 320 MB: for up to 8 tokens in plan_small.py, for 9 to 64 in plan_medium.py, for many
@@ -109,7 +109,7 @@ def choose_plan(
         N: outputs, >= 1.
         K: inputs, a multiple of 16.
         order: bit order of the packed weight, "bf16" or "f16"; also the activations' dtype.
-        quantised: whether x is rounded to NVFP4, or rotated, on the way.
+        quantised: whether x has to be rounded to NVFP4, or rotated.
 
     Raises:
         ValueError: a size is out of range, or an unknown order.

@@ -13,11 +13,12 @@ The model, in cycles of one CTA on an SM:
 
 Its numbers are a fit to 1,168 measured splits of twelve Qwen3 matrices at M = 64 .. 4096 (one
 H200, 132 SMs, 2026-11-29, bf16, CUDA graph with PDL, weights rotated through 320 MB; the program is
-not kept, the plans are measured by benchmarks/linear.py): 9 % mean error in time. Of the splits
-measured it picks one that takes 0.8 % more time than the best on average, and at worst 14 % (5120 x
-8192 at M = 64). Three stages of weights gained nothing over two. Where all units find room at once,
-the fewest were best (4096 x 4096 at M = 128: 32 parts 22.1 us, 66 parts 23.6); else as many as fill
-the last wave (34816 x 5120: 272 parts 106.7 us, 396 parts 103.2).
+not kept, the plans are measured by benchmarks/linear.py). The kernel that arranges x is not in it.
+9 % mean error in time. Of the splits measured it picks one that takes 0.8 % more time than the
+best on average, and at worst 14 % (5120 x 8192 at M = 64). Three stages of weights gained nothing
+over two. Where all units find room at once, the fewest were best (4096 x 4096 at M = 128: 32 parts
+22.1 us, 66 parts 23.6); else as many as fill the last wave (34816 x 5120: 272 parts 106.7 us, 396
+parts 103.2).
 
 33 clusters of four CTAs took nearly twice the time of 28, as if the GPU did not hold them at once:
 SMs come in groups that a cluster cannot span.

@@ -37,8 +37,9 @@ linear_shared against it, best settings of each in one run, M = 1 / 2 / 4 / 8:
 K of 8192 and more: linear_small, by 1 to 20 %.
 
 x that has to be prepared (benchmarks/prologue.py): rounding it on the way into shared memory, once
-a CTA, costs 0.7 to 2.1 us at M = 1 with 12 warps, a kernel before 1.9 to 4.5; with 4 warps, and for
-more tokens, the kernel before is faster (M = 4, 6144 x 4096: 3.8 against 1.9 us).
+a CTA, costs 0.7 to 2.2 us at M = 1 with 12 warps, a kernel before 0.8 to 6.7 (less on three of six
+shapes, by up to 1.1 us); with 4 warps, and for more tokens, the kernel before is faster (M = 4,
+6144 x 4096: 3.8 against 1.9 us).
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class Problem(NamedTuple):
     Attributes:
         tokens: first and last M, one of `plan.TOKEN_RANGES`.
         N, K, order: of the packed weight.
-        quantised: whether x is rounded to NVFP4 on the way.
+        quantised: whether x has to be rounded to NVFP4.
     """
 
     tokens: tuple[int, int]

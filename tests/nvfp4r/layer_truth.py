@@ -61,7 +61,8 @@ def layer_truth(x: Tensor, weight: NVFP4Tensor, layer: Layer) -> Truth:
 
     K 2**-23 holds for any order of additions that round or cut off to float32. For the instructions
     of tensor cores, `mma.sync` and `wgmma` alike, NVIDIA says no more than that they accumulate in
-    float32. As measured (Khattak and Mikaitis, arXiv:2512.07004, and the work that it builds on),
+    float32. Assumed here, in the manner of what others measured on tensor cores (Khattak and
+    Mikaitis, arXiv:2512.07004, of which only the abstract was read), and tried by the GPU tests:
     the products of a step and the sum so far are aligned with the largest of them, cut off below,
     added, and cut to float32. With 16 products and one bit or more kept below float32's last, that
     costs 17 2**-24 of the largest term and 2**-23 of the sum, in K / 16 steps 1.19 K 2**-24: less.

@@ -235,7 +235,7 @@ def test_w4a4_is_the_product_with_quantised_activations_bit_for_bit(M, K, order)
     y = run(one, x, input_scale=half)
     packed = pack(scaled(one, half).to("cuda"), order)
     layer = Layer(packed.tiles, packed.alpha, None, None, 264, K, order)
-    # The plan of a layer that does not quantise may add in another order.
+    # The plan of the op above; what it would prepare is prepared already.
     plan = choose_plan(M, 264, K, order, device_facts(0), quantised=True)
     assert torch.equal(y, run_plan(plan, exact.to(x.dtype).cuda(), layer))
 
