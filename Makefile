@@ -23,7 +23,7 @@ export HF_HUB_OFFLINE ?= 1
 
 .PHONY: demo test test-gpu test-vllm model style check wheel bench clean
 
-demo: $(MODEL)  ## quantise a small model, calibrate it, answer with ReSET; writes a trace page
+demo: $(MODEL)  ## quantise a small model, calibrate it, answer with ReSET; writes trace pages
 	# One thread: two on a busy machine can be many times slower than one (docs/log.md).
 	OMP_NUM_THREADS=1 $(BIN)/python examples/demo.py --model $(MODEL) --work .cache/demo
 

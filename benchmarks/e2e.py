@@ -13,12 +13,12 @@ does not fit into the GPU at once starts afterwards, beside the engines it is co
 is measured without the making of the weights, while the others load too; memory is torch's peak
 while loading, and what the model holds after it.
 
-`nvfp4r` is `stock` with NVFP4R=1. --reset FOLDER adds `stock+reset` and `nvfp4r+reset`, which
-decode with ReSET on at temperature 1 and find step borders with the tokenizer in that folder; the
-others decode at --temperature. In every round these decode once more with ReSET off: vLLM 0.26 to
-0.30 runs a model with a logits processor on its V1 runner and one without on V2, so that the ratio
-to the plain engine holds the change of runners as well. --quantised-head adds `nvfp4r+head`, its
-lm_head in NVFP4 too.
+`nvfp4r` is `stock` with NVFP4R=1. --reset FOLDER adds `stock+reset` and `nvfp4r+reset`, or those of
+--reset-impl: they decode with ReSET on at temperature 1 and find step borders with the tokenizer in
+that folder; the others decode at --temperature. In every round these decode once more with ReSET
+off: vLLM 0.26 to 0.30 runs a model with a logits processor on its V1 runner and one without on V2,
+so that the ratio to the plain engine holds the change of runners as well. --quantised-head
+adds `nvfp4r+head`, its lm_head in NVFP4 too.
 
 --profile FOLDER writes a timeline of 16 decode steps at the first batch size there, one file for
 each engine, and prints the kernels that take most of it. --shape tiny tries the program on a CPU.
@@ -65,6 +65,9 @@ def main() -> None:
     parser.add_argument("--activations", default="auto", choices=("auto", "nvfp4", "none"))
     parser.add_argument("--quantised-head", action="store_true", help="lm_head in NVFP4 too")
     parser.add_argument("--reset", help="folder of a tokenizer; decode with ReSET on, too")
+    parser.add_argument(
+        "--reset-impl", nargs="+", default=["stock", "nvfp4r"], choices=("stock", "nvfp4r")
+    )
     parser.add_argument("--profile", type=Path)
     parser.add_argument("--start-timeout", type=float, default=300.0, help="seconds")
     parser.add_argument("--logs", type=Path, help="folder that keeps what the engines print")
@@ -135,7 +138,7 @@ def compare(shape: str, groups: list[list[str]], arguments: argparse.Namespace) 
 def engine_names(arguments: argparse.Namespace) -> list[str]:
     names = list(dict.fromkeys(arguments.impl))
     if arguments.reset:
-        names += [f"{name}+reset" for name in arguments.impl if name != "bf16"]
+        names += [f"{name}+reset" for name in arguments.impl if name in arguments.reset_impl]
     if arguments.quantised_head and "nvfp4r" in names:
         names.append("nvfp4r+head")
     return names

@@ -2,9 +2,12 @@
 
     make demo        (or: python examples/demo.py --model .cache/smollm2-135m --work .cache/demo)
 
-Every stage is a command that you can run yourself; each is printed before it runs. Stages whose
-result exists already are skipped. SmolLM2-135M is too small to be right: look at the temperatures,
-not at the answer.
+from the top of the repository. Every stage is a command that you can run yourself; each is printed
+before it runs. Stages whose result exists already are skipped. SmolLM2-135M is too small to be
+right: look at the temperatures, not at the answer.
+
+In the second act the pocket reasoner (lab/) in NVFP4 solves a problem of each of its families, and
+an exact checker judges it. Where the repository holds no trained one, the act is left out.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[1]
+POCKET = ROOT / "lab" / "pocket_reasoner" / "model"
 QUESTIONS = Path(__file__).parent / "data" / "questions.jsonl"
 PROMPT = "What is 17 times 24? Think step by step."
 
@@ -23,6 +28,25 @@ def run(module: str, command: str, *arguments: str) -> None:
     """Run one of the commands in this Python, showing it as a user would type it."""
     print(f"\n$ {command} {shlex.join(arguments)}", flush=True)
     subprocess.run([sys.executable, "-m", module, *arguments], check=True)
+
+
+def second_act(pocket: Path, work: Path) -> None:
+    """The pocket reasoner: quantised, then at work."""
+    if not (pocket / "config.json").exists():
+        print(f"\nno second act: {pocket} holds no model (lab/pocket_reasoner/train.py makes one)")
+        return
+    nvfp4 = work / "pocket-nvfp4"
+    if not nvfp4.exists():
+        run(
+            "reset.cli.quantize",
+            "reset-quantize",
+            *("--model", str(pocket), "--output", str(nvfp4), "--activations", "none"),
+        )
+    run(
+        "lab.pocket_reasoner.show",
+        "python -m lab.pocket_reasoner.show",
+        *("--model", str(nvfp4), "--output", str(work)),
+    )
 
 
 def main() -> None:
@@ -58,6 +82,7 @@ def main() -> None:
         *("--max-tokens", "300", "--seed", arguments.seed),
         *("--trace", str(work / "trace.html"), "--figure", str(work / "trace.png")),
     )
+    second_act(POCKET, work)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,12 @@
 | `model`   | SmolLM2-135M in .cache (`make model`)       | skipped; in CI a failure |
 | `browser` | Chromium on PATH                            | skipped; in CI a failure |
 | `modelopt`| the package nvidia-modelopt                 | skipped; in CI a failure |
+| `pocket`  | the trained model in lab/pocket_reasoner    | skipped; in CI a failure |
 | `gpu`     | a CUDA GPU that torch finds                 | skipped                  |
 | `vllm`    | the package vllm                            | skipped                  |
+
+As long as docs/accuracy.md says that its tables have not been made, a missing `pocket` is skipped
+in CI as well: there may be no such model yet.
 
 CI is where the environment variable CI is set. With NVFP4R_REQUIRE_GPU=1 (`make test-gpu`) a run in
 which no `gpu` test ran fails, with RESET_REQUIRE_VLLM=1 (`make test-vllm`) one in which no `vllm`
@@ -32,6 +36,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("COLUMNS", None)
 
 MODEL = Path(__file__).parents[1] / ".cache" / "smollm2-135m"
+POCKET = Path(__file__).parents[1] / "lab" / "pocket_reasoner" / "model"
+ACCURACY = Path(__file__).parents[1] / "docs" / "accuracy.md"
+NO_TABLE_YET = "The full table has not been made yet"
 DIALECTS = ("modelopt", "compressed-tensors")
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 REQUIRED = {"NVFP4R_REQUIRE_GPU": "gpu", "RESET_REQUIRE_VLLM": "vllm"}
@@ -47,6 +54,10 @@ def missing(marker: str) -> str | None:
     """Why tests with this marker cannot run here, and what to do; None if they can."""
     if marker == "model" and not (MODEL / "config.json").exists():
         return f"no SmolLM2-135M in {MODEL}; fetch it with: make model"
+    if marker == "pocket" and not (POCKET / "config.json").exists():
+        return (
+            f"no trained model in {POCKET}; python -m lab.pocket_reasoner.train makes one on a GPU"
+        )
     if marker == "browser" and find_browser() is None:
         return f"none of {', '.join(BROWSERS)} on PATH; install one (Debian: apt install chromium)"
     if marker == "modelopt" and importlib.util.find_spec("modelopt") is None:
@@ -61,14 +72,21 @@ def missing(marker: str) -> str | None:
     return None
 
 
+def needed_in_ci(marker: str) -> bool:
+    """Whether CI has to have what tests with this marker need."""
+    if marker == "pocket":
+        return NO_TABLE_YET not in ACCURACY.read_text(encoding="utf-8")
+    return marker in ("model", "browser", "modelopt")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    for marker in ("model", "browser", "modelopt", "vllm", "gpu"):
+    for marker in ("model", "pocket", "browser", "modelopt", "vllm", "gpu"):
         if item.get_closest_marker(marker) is None:
             continue
         reason = missing(marker)
         if reason is not None:
-            if os.environ.get("CI") and marker in ("model", "browser", "modelopt"):
+            if os.environ.get("CI") and needed_in_ci(marker):
                 pytest.fail(f"{reason} (in CI this is a failure)", pytrace=False)
             pytest.skip(reason)
 
@@ -123,6 +141,20 @@ def smollm2_nvfp4(smollm2, tmp_path_factory) -> dict[str, Path]:
         flags = ("--model", smollm2, "--output", folder / dialect, "--format", dialect)
         run_command("reset.cli.quantize", *flags, "--json")
     return {dialect: folder / dialect for dialect in DIALECTS}
+
+
+@pytest.fixture(scope="session")
+def pocket() -> Path:
+    """The folder of the pocket reasoner in bfloat16; for tests marked `pocket`."""
+    return POCKET
+
+
+@pytest.fixture(scope="session")
+def pocket_nvfp4(pocket, tmp_path_factory) -> Path:
+    """The pocket reasoner as a W4A16 checkpoint; for tests marked `pocket`."""
+    folder = tmp_path_factory.mktemp("pocket") / "nvfp4"
+    run_command("reset.cli.quantize", "--model", pocket, "--output", folder, "--json")
+    return folder
 
 
 def run_command(module: str, *arguments: object) -> str:

@@ -6,8 +6,8 @@ and target, so that no other order of the same numbers crosses over. Knows no to
 
     python -m lab.pocket_reasoner.problems --split evaluation --count 500 > problems.jsonl
 
-prints problems as `reset-run --task jsonl` reads them: chains alone, since the answer of a search
-is an expression that has to be checked (grading.py), not a number to compare with.
+prints so many problems of each family as `reset-run --task jsonl` reads them: chains of kind
+"integer", searches of kind "target", whose answers are computed, not compared.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import hashlib
 import json
 import random
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from lab.pocket_reasoner.arithmetic import Chain, ChainDifficulty, Worked, make_chain, work
 from lab.pocket_reasoner.search import Search, SearchDifficulty, make_search, trace
@@ -135,16 +135,24 @@ def problem_id(problem: Chain | Search) -> str:
     return f"{kind}-{hashlib.sha256(problem.question.encode()).hexdigest()[:12]}"
 
 
+def task_record(problem: Chain | Search) -> dict[str, Any]:
+    """The problem as a line of `reset-run --task jsonl`."""
+    record = {"id": problem_id(problem), "question": problem.question}
+    if isinstance(problem, Chain):
+        return {**record, "kind": "integer", "answer": problem.answer}
+    return {**record, "kind": "target", "numbers": problem.numbers, "answer": problem.target}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--family", choices=FAMILIES, help="both if left out")
     parser.add_argument("--split", choices=SPLITS, default="evaluation")
-    parser.add_argument("--count", type=int, default=500)
+    parser.add_argument("--count", type=int, default=500, help="problems of each family")
     parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    for problem in make_problems("chain", arguments.split, arguments.count, seed=arguments.seed):
-        assert isinstance(problem, Chain)
-        record = {"id": problem_id(problem), "question": problem.question, "kind": "integer"}
-        print(json.dumps({**record, "answer": problem.answer}))
+    given = parser.parse_args()
+    for family in (given.family,) if given.family else FAMILIES:
+        for problem in make_problems(family, given.split, given.count, seed=given.seed):
+            print(json.dumps(task_record(problem)))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ def arguments(**given):
         "activations": "auto",
         "quantised_head": False,
         "reset": None,
+        "reset_impl": ["stock", "nvfp4r"],
     }
     return argparse.Namespace(**{**usual, **given})
 

@@ -18,11 +18,14 @@ from lab.pocket_reasoner.problems import (
     Difficulty,
     make_problems,
     problem_id,
+    solution,
     split_of,
     training_example,
 )
 from lab.pocket_reasoner.search import Search, SearchDifficulty
 
+from reset.evaluate.graders import Grader
+from reset.evaluate.problems import Answer
 from reset.evaluate.tasks import load_task
 
 ROOT = Path(__file__).parents[2]
@@ -76,18 +79,33 @@ def test_evaluation_is_the_hard_end_of_training():
     assert min(len(chain.operations) for chain in chains) == EVALUATION.chain.steps[0]
 
 
-def test_what_is_printed_is_a_task_of_reset_run(tmp_path):
-    command = [sys.executable, "-m", "lab.pocket_reasoner.problems", "--count", "5"]
+def printed(*flags):
+    command = [sys.executable, "-m", "lab.pocket_reasoner.problems", "--count", "5", *flags]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_what_is_printed_is_a_task_of_reset_run(tmp_path):
     file = tmp_path / "problems.jsonl"
-    file.write_text(done.stdout)
+    file.write_text(printed())
     task = load_task("jsonl", [file])
-    chains = make_problems("chain", "evaluation", 5)
-    assert [problem.question for problem in task.problems] == [one.question for one in chains]
-    assert [int(problem.answer) for problem in task.problems] == [one.answer for one in chains]
-    assert {problem.kind for problem in task.problems} == {"integer"}
-    assert json.loads(done.stdout.splitlines()[0])["id"] == problem_id(chains[0])
+    asked = [one for family in FAMILIES for one in make_problems(family, "evaluation", 5)]
+    assert [problem.question for problem in task.problems] == [one.question for one in asked]
+    assert [problem.id for problem in task.problems] == [problem_id(one) for one in asked]
+    draw = random.Random(1)
+    with Grader() as grader:
+        for problem, one in zip(task.problems, asked, strict=True):
+            worked = solution(one, draw, EVALUATION).text
+            assert grader.grade(Answer(worked, "stop", 1), problem).correct
+            assert not grader.grade(Answer("\\boxed{1}", "stop", 1), problem).correct
+
+
+def test_a_family_alone(tmp_path):
+    assert printed("--family", "chain") + printed("--family", "search") == printed()
+    assert {json.loads(line)["kind"] for line in printed("--family", "search").splitlines()} == {
+        "target"
+    }
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import random
 import re
 
 import pytest
-from lab.pocket_reasoner.grading import search_fault
 from lab.pocket_reasoner.search import (
     LARGEST,
     Search,
@@ -17,6 +16,8 @@ from lab.pocket_reasoner.search import (
     reachable,
     trace,
 )
+
+from reset.evaluate.graders.target import target_fault
 
 
 def combined(one, two):
@@ -95,7 +96,7 @@ def test_traces_are_exact_and_end_with_a_right_expression(count):
             dead_ends += line.startswith("back")
         assert target in state
         expression = re.fullmatch(r"\\boxed\{(.*)\}", box)[1]
-        assert search_fault(expression, list(problem.numbers), target) is None
+        assert target_fault(expression, list(problem.numbers), target) is None
     assert (dead_ends > 20) == (count == 4)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["maths", "integer", "choice", "code"]
+Kind = Literal["maths", "integer", "choice", "code", "target"]
 FinishReason = Literal["stop", "length"]
 
 
@@ -17,7 +17,8 @@ class Problem:
     """One problem of a task.
 
     `answer` is the right answer: an expression ("maths"), an integer ("integer"), a letter
-    ("choice"), or "" ("code", which is judged by `tests`). `choices` are the options in the order
+    ("choice"), the numbers and the target as `graders.target.target_answer` writes them ("target"),
+    or "" ("code", which is judged by `tests`). `choices` are the options in the order
     of their letters. `tests` is a JSON object of the strings that LiveCodeBench has in a row, not
     decoded: public_test_cases, private_test_cases, metadata, starter_code.
     """

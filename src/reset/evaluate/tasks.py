@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from reset.calibrate import text_sha256
 from reset.evaluate.graders.hidden_tests import load_tests
+from reset.evaluate.graders.target import target_answer
 from reset.evaluate.problems import Problem
 from reset.evaluate.prompts import LETTERS
 from reset.evaluate.records import HubSource, Record, file_records, hub_records
@@ -25,7 +26,7 @@ OR = " or "
 """Between the answers of an "integer" problem that has several right ones."""
 
 _INTEGER = re.compile(r"-?\d{1,100}")
-_KINDS = ("maths", "integer", "choice", "code")
+_KINDS = ("maths", "integer", "choice", "code", "target")
 _CODE_FIELDS = ("public_test_cases", "private_test_cases", "metadata", "starter_code")
 
 
@@ -250,6 +251,8 @@ def _any(record: dict[str, Any], where: str) -> Problem:
         raise ValueError(f'{where}: "kind" is {kind!r}; it must be one of {", ".join(_KINDS)}')
     if kind == "code":
         return _code(str(record.get("id", where)), question, record, where)
+    if kind == "target":
+        return _target(str(record.get("id", where)), question, record, where)
     answer, several = _answers(record, where)
     if several and kind == "maths":
         kind = "integer"
@@ -270,6 +273,20 @@ def _any(record: dict[str, Any], where: str) -> Problem:
         choices=tuple(choices),
         source=where,
     )
+
+
+def _target(name: str, question: str, record: dict[str, Any], where: str) -> Problem:
+    numbers, target = record.get("numbers"), record.get("answer")
+    if not isinstance(numbers, list):
+        raise ValueError(
+            f'{where}: "numbers" is {numbers!r}; a problem of kind target needs the list of the '
+            'numbers given, and the one to make of them as "answer"'
+        )
+    try:
+        answer = target_answer(numbers, target)  # type: ignore[arg-type]  # it looks itself
+    except (TypeError, ValueError) as error:
+        raise ValueError(f'{where}: {error}, in "numbers" and "answer"') from error
+    return Problem(name, question, "target", answer, source=where)
 
 
 def _answers(record: dict[str, Any], where: str) -> tuple[str, bool]:

@@ -4,7 +4,8 @@
 
 Jobs by name: {"model": folder, "environment": {...} for this job alone, "enable": how often to call
 nvfp4r.enable(), "disable": bool, "configure": {...}, "options": {...} for LLM, "prompts": [ids],
-"tokens": n, "again": bool, "reload": folder, "rpc": method of the workers}.
+"tokens": n, "stop": [ids that end an answer], "again": bool, "reload": folder, "rpc": method of the
+workers}.
 """
 
 from __future__ import annotations
@@ -101,6 +102,7 @@ def generate(vllm: Any, llm: Any, job: dict[str, Any]) -> list[dict[str, Any]]:
         temperature=0,
         max_tokens=job.get("tokens", 4),
         ignore_eos=True,
+        stop_token_ids=job.get("stop"),
         logprobs=job.get("logprobs", -1),
         detokenize=False,
     )

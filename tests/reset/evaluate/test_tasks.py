@@ -150,6 +150,16 @@ def test_any_of_several_accepted_answers_is_right(tmp_path, record):
 
 
 GOOD = {"id": "1", "question": "Q", "answer": "1"}
+TARGET = {"question": "Make 26.", "kind": "target", "numbers": [2, 3, 8, 10], "answer": 26}
+
+
+def test_a_number_target_has_numbers_and_is_graded_by_computing(tmp_path):
+    (problem,) = load_task("jsonl", [write(tmp_path, TARGET)]).problems
+    assert problem.kind == "target"
+    with Grader() as grader:
+        grader.check([problem])
+        for text, right in ((r"\boxed{8x2+10}", True), (r"\boxed{26}", False)):
+            assert graded(Answer(text, "stop", 5), problem, grader.grade).correct is right
 
 
 @pytest.mark.parametrize(
@@ -173,6 +183,10 @@ GOOD = {"id": "1", "question": "Q", "answer": "1"}
         ([{**GOOD, "choices": ["a", "b"], "answer": "C"}], "need the letter of one of 2 choices"),
         ([{**GOOD, "choices": "ab"}], '"choices" must be a list of texts'),
         ([{**GOOD, "kind": "code"}], "line 1: problem 1: has no tests"),
+        ([{**GOOD, "kind": "target"}], 'line 1: "numbers" is None; .* list of the numbers given'),
+        ([{**TARGET, "numbers": []}], "line 1: numbers is empty"),
+        ([{**TARGET, "numbers": [0]}], "line 1: number is 0; need 1 to"),
+        ([{**TARGET, "answer": "26"}], "line 1: target is '26'; need an integer"),
     ],
 )
 def test_a_bad_task_file_is_refused_with_its_line(tmp_path, records, message):

@@ -4,8 +4,8 @@
         grader.check(problems)              # before a model is loaded: is all there that is needed?
         grade = grader.grade(answer, problem)
 
-Each kind of problem has its rule: maths.py ("maths", "integer"), choice.py, code.py. Knows no task
-and no engine.
+Each kind of problem has its rule: maths.py ("maths", "integer"), choice.py, target.py, code.py.
+Knows no task and no engine.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from reset.evaluate.graders.code import grade_code
 from reset.evaluate.graders.hidden_tests import load_tests
 from reset.evaluate.graders.maths import MathsGrader, require_math_verify
 from reset.evaluate.graders.sandbox import Limits, SandboxError, run
+from reset.evaluate.graders.target import grade_target
 from reset.evaluate.graders.verdict import Grade
 from reset.evaluate.problems import Answer, Problem
 
@@ -78,6 +79,8 @@ class Grader:
         """
         if problem.kind == "choice":
             return grade_choice(answer, problem)
+        if problem.kind == "target":
+            return grade_target(answer, problem)
         if problem.kind == "code":
             return grade_code(answer, problem, self._limits)
         return self._maths.grade(answer, problem)
