@@ -155,13 +155,19 @@ class BatchEngine:
         """
         if not requests:
             return
-        prompts = [prompt_ids(self.tokenizer, self.render(request)) for request in requests]
+        asked = {request.messages: request for request in requests}  # many samples, few prompts
+        ids = {
+            messages: prompt_ids(self.tokenizer, self.render(request))
+            for messages, request in asked.items()
+        }
+        prompts = [ids[request.messages] for request in requests]
         self._check(requests, prompts)
         batch = _Batch(
             self.model, self._detector, self._end, requests, prompts, self.rows, self._graphs
         )
         waiting = iter(range(len(requests)))
         running: dict[int, int] = {}  # row -> request
+        finished: list[tuple[int, Decoded]] = []
         done = 0
         while True:
             free = [row for row in range(self.rows) if row not in running]
@@ -169,13 +175,19 @@ class BatchEngine:
             if taken:
                 batch.admit(taken)
                 running |= taken
-            if not running:
-                return
-            for row, decoded in batch.advance(sorted(running)):
-                yield running.pop(row), decoded
+            if running:
+                batch.advance()
+            # While a GPU works on that, the caller works on what came before.
+            for number, decoded in finished:
+                yield number, decoded
                 done += 1
             if progress is not None:
                 progress(done)
+            if not running:
+                return
+            finished = [
+                (running.pop(row), decoded) for row, decoded in batch.finished(sorted(running))
+            ]
 
     @property
     def _end(self) -> int:
@@ -260,14 +272,17 @@ class _Batch:
             state[rows] = 0
         self._active[rows] = True
 
-    def advance(self, running: list[int]) -> list[tuple[int, Decoded]]:
-        """A few steps for all rows; those among `running` that have finished since.
+    def advance(self) -> None:
+        """A few steps for all rows; a GPU is not waited for."""
+        for _ in range(_STEPS_BETWEEN_LOOKS):
+            self._replay()
+
+    def finished(self, running: list[int]) -> list[tuple[int, Decoded]]:
+        """The rows among `running` that have finished, once the device is ready.
 
         Raises:
             ValueError: a row's logits hold NaN or +inf.
         """
-        for _ in range(_STEPS_BETWEEN_LOOKS):
-            self._replay()
         facts = torch.stack([self._active, self._bad, self._ended, self._count]).tolist()
         active, bad, ended, count = facts
         if any(bad):
@@ -325,7 +340,8 @@ class _Batch:
         following = (self._position + 1).clamp(max=self._prompt.shape[1] - 1)
         read = self._prompt[self._index, following]
         self._token.copy_(torch.where(writing, drawn, read))
-        self._position += self._active
+        # An idle row attends to its first cell alone, which costs least.
+        self._position.add_(1).mul_(self._active)
 
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int64, device=self._device)

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lab.pocket_reasoner.attention import attend, new_cells
+
 
 def text_logits(model: Any, ids: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
     """Logits [B, T, V] of whole texts.
@@ -48,13 +50,10 @@ class StepCache:
         heads, d = config.num_key_value_heads, config.head_dim
         weight = model.model.embed_tokens.weight
         layers = range(config.num_hidden_layers)
-        # Keys lie as the product with a query reads them, which is three times as fast on a CPU.
-        # Zeros: a masked cell is multiplied by 0, which must not meet NaN.
-        self.keys = [weight.new_zeros((rows, heads, d, length)) for _ in layers]
-        self.values = [weight.new_zeros((rows, heads, length, d)) for _ in layers]
+        cells = [new_cells(weight, rows, heads, d, length) for _ in layers]
+        self.keys, self.values = zip(*cells, strict=True)  # as `attend` takes them
         self.cos, self.sin = rotary_tables(model, length, weight.dtype)  # [L, d]
         self.rows = torch.arange(rows, device=weight.device)
-        self.cells = torch.arange(length, device=weight.device)
 
 
 def step_logits(model: Any, cache: StepCache, token: Tensor, position: Tensor) -> Tensor:
@@ -70,7 +69,6 @@ def step_logits(model: Any, cache: StepCache, token: Tensor, position: Tensor) -
         position: [B] int64, place of the token in its text, below the length of the cache.
     """
     cos, sin = cache.cos[position].unsqueeze(1), cache.sin[position].unsqueeze(1)  # [B, 1, d]
-    unseen = (cache.cells > position.unsqueeze(1))[:, None, None, :]  # [B, 1, 1, L]
     x = model.model.embed_tokens(token)  # [B, hidden]
     for number, layer in enumerate(model.model.layers):
         attention = layer.self_attn
@@ -79,10 +77,7 @@ def step_logits(model: Any, cache: StepCache, token: Tensor, position: Tensor) -
         keys, values = cache.keys[number], cache.values[number]
         keys[cache.rows, :, :, position] = k
         values[cache.rows, :, position] = v
-        grouped = q.unflatten(1, (keys.shape[1], -1))  # [B, key-value heads, group, d]
-        scores = grouped @ keys * attention.scaling  # [B, KV, group, L]
-        weights = scores.masked_fill(unseen, -torch.inf).softmax(dim=-1, dtype=torch.float32)
-        y = weights.to(values.dtype) @ values
+        y = attend(q, keys, values, position, attention.scaling)  # [B, heads, d]
         x = x + attention.o_proj(y.flatten(1))
         x = x + layer.mlp(layer.post_attention_layernorm(x))
     logits: Tensor = model.lm_head(model.model.norm(x))

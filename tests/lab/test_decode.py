@@ -163,6 +163,20 @@ def test_bad_logits_are_an_error_and_never_a_token(toy_folder):
         list(engine.decode(requests(POLICIES["fixed"])))
 
 
+def test_prompts_are_made_once_however_many_samples(toy_folder, monkeypatch):
+    engine = BatchEngine.load(toy_folder, rows=4)
+    rendered = []
+    plain = engine.render
+    monkeypatch.setattr(engine, "render", lambda one: rendered.append(one) or plain(one))
+    asked = [
+        dataclasses.replace(one, seed=seed)
+        for one in requests(POLICIES["fixed"], limit=3)
+        for seed in range(3)
+    ]
+    assert len(dict(engine.decode(asked))) == 3 * len(QUESTIONS)
+    assert len(rendered) == len(QUESTIONS)
+
+
 class _NoWaiting(TorchDispatchMode):
     """Refuses what a CUDA graph cannot hold: reading values back, sizes that depend on them, and
     tensors made of Python numbers."""
@@ -180,14 +194,30 @@ class _NoWaiting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_step_waits_for_nothing_and_moves_no_state(engine):
-    asked = requests(POLICIES["reset"])[:3]
+def new_batch(engine, asked):
     prompts = [prompt_ids(engine.tokenizer, engine.render(one)) for one in asked]
+    batch = _Batch(
+        engine.model, engine._detector, engine._end, asked, prompts, rows=len(asked), graphs=False
+    )
+    batch.admit({row: row for row in range(len(asked))})
+    return batch
+
+
+@torch.no_grad()
+def test_idle_rows_rest_at_their_first_cell(engine):
+    short, long = requests(POLICIES["fixed"])[:2]
+    batch = new_batch(engine, [dataclasses.replace(short, max_tokens=1), long])
+    longest = batch._prompt.shape[1]
+    for _ in range(longest + 3):
+        batch._step()
+    assert batch._active.tolist() == [False, True]
+    assert batch._position.tolist()[0] == 0
+    assert batch._position.tolist()[1] == longest + 3
+
+
+def test_a_step_waits_for_nothing_and_moves_no_state(engine):
     with torch.no_grad():
-        batch = _Batch(
-            engine.model, engine._detector, engine._end, asked, prompts, rows=3, graphs=False
-        )
-        batch.admit({0: 0, 1: 1, 2: 2})
+        batch = new_batch(engine, requests(POLICIES["reset"])[:3])
         tensors = {
             name: value.data_ptr() for name, value in vars(batch).items() if torch.is_tensor(value)
         }
