@@ -33,7 +33,7 @@ from nvfp4r.plan_medium import MAX_KERNEL_M, MAX_MEDIUM_M
 from nvfp4r.tuned import Problem, TunedPlans, load_tuned
 
 _LINEAR = struct.Struct("@6P8i0P")  # struct LinearArgs of kernels/linear_args.cuh
-_LARGE = struct.Struct("@6P8i0P")  # struct LargeArgs of kernels/linear_large.cuh
+_LARGE = struct.Struct("@6P8i0P")  # struct LargeArgs of kernels/large_work.cuh
 _ARRANGE = struct.Struct("@3P3i0P")  # struct ArrangeArgs of kernels/arrange.cuh
 _QUANTIZE = struct.Struct("@4PQi0P")  # struct QuantizeArgs of kernels/quantize.cuh
 _UNPACK = struct.Struct("@2P4i")  # struct UnpackArgs of kernels/unpack.cuh
@@ -177,18 +177,16 @@ def _run_once(plan: Plan, x: Tensor, layer: Layer, y: Tensor, prologue: int) -> 
 
 
 def _run_large(plan: Plan, x: Tensor, layer: Layer, y: Tensor, prologue: int) -> None:
-    """Two launches: x into the order of the kernel, prepared on the way, then the product."""
+    """The product; unless it is direct, after a launch that brings x into the order of the kernel,
+    prepared on the way."""
     assert isinstance(plan.split, LargeSplit)
     M, K = x.shape
-    stages, groups = -(-K // 64), -(-M // 8)
-    arranged = torch.empty((stages, groups, 512), dtype=x.dtype, device=x.device)
     input_scale = 0 if layer.input_scale is None else layer.input_scale.data_ptr()
-    argument = _ARRANGE.pack(x.data_ptr(), arranged.data_ptr(), input_scale, M, K, prologue)
-    facts = required_facts(x.device.index)
-    _go_through("arrange", x, argument, stages * groups * 32, facts)
+    if not plan.split.direct:
+        x = _arranged(x, input_scale, prologue)
     argument = _LARGE.pack(
         layer.tiles.data_ptr(),
-        arranged.data_ptr(),
+        x.data_ptr(),
         y.data_ptr(),
         layer.alpha.data_ptr(),
         0 if layer.bias is None else layer.bias.data_ptr(),
@@ -196,6 +194,17 @@ def _run_large(plan: Plan, x: Tensor, layer: Layer, y: Tensor, prologue: int) ->
         *(M, layer.N, K, *layer.tiles.shape[:2], plan.depth, plan.x_depth, plan.split.row_units),
     )
     _launch(plan, x, argument)
+
+
+def _arranged(x: Tensor, input_scale: int, prologue: int) -> Tensor:
+    """x [M, K] in the order of kernels/arrange.cuh; the scale by its address, or 0."""
+    M, K = x.shape
+    stages, groups = -(-K // 64), -(-M // 8)
+    arranged = torch.empty((stages, groups, 512), dtype=x.dtype, device=x.device)
+    argument = _ARRANGE.pack(x.data_ptr(), arranged.data_ptr(), input_scale, M, K, prologue)
+    facts = required_facts(x.device.index)
+    _go_through("arrange", x, argument, stages * groups * 32, facts)
+    return arranged
 
 
 def _launch(plan: Plan, like: Tensor, argument: bytes) -> None:

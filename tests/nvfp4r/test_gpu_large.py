@@ -14,14 +14,15 @@ import torch
 from nvfp4r.launches import required_facts, run_plan, run_prologue
 from nvfp4r.ops import gemm, linear
 from nvfp4r.plan import choose_plan, plan_with
-from nvfp4r.plan_large import LARGE_HELD, LargeSplit
+from nvfp4r.plan_large import DIRECT_HELD, LARGE_HELD, LargeSplit
 from tests.nvfp4r.layer_truth import MODES, layer_truth, random_layer, random_x
 
 pytestmark = pytest.mark.gpu
 
 DTYPES = [torch.bfloat16, torch.float16]
 TOKENS = [33, 64, 65, 66, 127, 128, 129, 200, 257, 384, 511, 1024, 1025, 4097]
-SHAPES = [(7, 16), (8, 80), (1001, 80), (1000, 3696)]
+DIRECT = (4299, 5120)  # on 132 SMs direct up to 128 tokens (test_plan_large.py)
+SHAPES = [(7, 16), (8, 80), (1001, 80), (1000, 3696), DIRECT]
 
 
 @pytest.fixture
@@ -73,11 +74,12 @@ def test_unpacking_agrees_within_both_bounds(mode, dtype):
     assert bool(((one.double() - other.double()).abs() <= 2 * truth.limit).all())
 
 
-def ring(variant: tuple[int, int, int], shared_bytes: int) -> tuple[int, int] | None:
+def ring(variant: tuple[int, int, int, bool], shared_bytes: int) -> tuple[int, int] | None:
     """Stages of weights and of x that such a kernel has room for."""
-    groups, held, cluster = variant
-    for depth, x_depth in ((3, 6), (2, 5), (2, 4), (1, 4), (1, 3), (1, 2)):
-        split = LargeSplit(groups, held, 1, cluster, 1, depth, x_depth)
+    groups, held, cluster, direct = variant
+    few = () if direct else ((1, 3), (1, 2))
+    for depth, x_depth in ((3, 6), (2, 5), (2, 4), (1, 4), *few):
+        split = LargeSplit(groups, held, 1, cluster, 1, depth, x_depth, direct)
         if split.shared_bytes <= shared_bytes:
             return depth, x_depth
     return None
@@ -86,10 +88,11 @@ def ring(variant: tuple[int, int, int], shared_bytes: int) -> tuple[int, int] | 
 SHARED_BYTES = 232_448  # of a CTA where linear_large is built
 VARIANTS = [
     variant
-    for groups, helds in LARGE_HELD.items()
+    for direct, built in ((False, LARGE_HELD), (True, DIRECT_HELD))
+    for groups, helds in built.items()
     for held in helds
     for cluster in (1, 2, 4, 8)
-    if ring(variant := (groups, held, cluster), SHARED_BYTES)
+    if ring(variant := (groups, held, cluster, direct), SHARED_BYTES)
 ]
 
 
@@ -98,9 +101,9 @@ VARIANTS = [
 def test_every_kernel_and_cluster(facts, variant, dtype):
     """63 row tiles, the last with an odd number of rows; 15 chunks of K, the last of them short; a
     unit of tokens that is not full, alone and after a full one. All kernels with so many CTAs in a
-    cluster add in one order, whatever the units and whoever takes them."""
+    cluster add in one order, whatever the units, whoever takes them and whoever arranges x."""
     N, K, tiles = 1001, 3696, 63
-    groups, held, cluster = variant
+    groups, held, cluster, direct = variant
     depth, x_depth = ring(variant, SHARED_BYTES)
     weight, layer = random_layer(N, K, dtype)
     fewest = -(-tiles // (8 * held))
@@ -111,7 +114,7 @@ def test_every_kernel_and_cluster(facts, variant, dtype):
         assert layer_truth(x, weight, layer).excess(expected) <= 1
         for units in (fewest, fewest + 5):
             for clusters in (1, 3, 40):  # fewer than units of work, and more
-                split = LargeSplit(groups, held, units, cluster, clusters, depth, x_depth)
+                split = LargeSplit(groups, held, units, cluster, clusters, depth, x_depth, direct)
                 y = run_plan(planned(split, M, layer, facts), x, layer)
                 assert torch.equal(y, expected), f"{split}, {M} tokens"
 
@@ -120,14 +123,37 @@ def planned(split, M, layer, facts):
     return plan_with(split, M, layer.N, layer.K, layer.order, facts, layer.prepares, reason="")
 
 
+@pytest.mark.parametrize("depths", [(1, 4), (2, 5), (3, 7), (2, 10)])
+@pytest.mark.parametrize("groups", DIRECT_HELD)
+def test_rings_of_any_depth_give_the_same_bits(facts, groups, depths):
+    """58 stages of x and three units after each other: every pair of warps meets every slot."""
+    _, layer = random_layer(1001, 3696, torch.bfloat16)
+    (held,) = DIRECT_HELD[groups]
+    for M in (3, 8 * groups):
+        x = random_x(M, 3696, torch.bfloat16)
+        expected = run_plan(planned(LargeSplit(8, 1, 63, 1, 8, 2, 4), M, layer, facts), x, layer)
+        split = LargeSplit(groups, held, 9, 1, 3, *depths, direct=True)
+        plan = planned(split, M, layer, facts)
+        for _ in range(20):
+            assert torch.equal(run_plan(plan, x, layer), expected)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("K", [16, 64, 256, 272])
-def test_blocks_without_a_part_of_k(facts, K, dtype):
+@pytest.mark.parametrize(
+    "split",
+    [
+        LargeSplit(8, 1, 2, 8, 1, 2, 4),
+        LargeSplit(8, 2, 2, 8, 1, 2, 4, direct=True),
+        LargeSplit(16, 1, 2, 8, 1, 1, 4, direct=True),
+    ],
+    ids=["arranged", "direct 8", "direct 16"],
+)
+def test_blocks_without_a_part_of_k(facts, split, K, dtype):
     """Eight CTAs share what is enough for one or two."""
     weight, layer = random_layer(40, K, dtype)
     for M in (1, 9, 50):
         x = random_x(M, K, dtype)
-        split = LargeSplit(8, 1, 2, 8, 1, 2, 4)
         y = run_plan(planned(split, M, layer, facts), x, layer)
         assert layer_truth(x, weight, layer).excess(y) <= 1
 
@@ -135,10 +161,11 @@ def test_blocks_without_a_part_of_k(facts, K, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mode", ["W4A4", "rotated", "rotated W4A4"])
 @pytest.mark.parametrize("M", [33, 65, 257])
-def test_x_prepared_on_its_way_is_x_prepared_before_bit_for_bit(facts, M, mode, dtype):
-    _, layer = random_layer(1001, 208, dtype, mode)
-    x = random_x(M, 208, dtype)
-    plan = choose_plan(M, 1001, 208, layer.order, facts, quantised=True)
+@pytest.mark.parametrize(("N", "K"), [(1001, 208), DIRECT])
+def test_x_prepared_on_its_way_is_x_prepared_before_bit_for_bit(facts, N, K, M, mode, dtype):
+    _, layer = random_layer(N, K, dtype, mode)
+    x = random_x(M, K, dtype)
+    plan = choose_plan(M, N, K, layer.order, facts, quantised=True)
     before = run_prologue(x, layer.input_scale, facts, rotation=layer.rotation)
     assert torch.equal(run_plan(plan, x, layer), run_plan(plan, before, layer, prepared=True))
 
@@ -152,6 +179,8 @@ RANGES = [
     (WIDE, (33, 34, 48, 49, 63, 64)),
     (WIDE, (65, 66, 96, 127, 128)),
     (WIDE, (129, 192, 193, 257, 1000, 1025)),
+    (DIRECT, (33, 34, 48, 49, 63, 64)),
+    (DIRECT, (65, 66, 96, 127, 128)),
 ]
 
 
@@ -170,7 +199,7 @@ def test_k7_a_row_does_not_depend_on_its_neighbours(facts, shape, tokens, mode):
 
 @pytest.mark.parametrize("mode", ["W4A16", "W4A4"])
 @pytest.mark.parametrize("M", [33, 65, 129, 200, 257, 1025])
-@pytest.mark.parametrize(("N", "K"), [(7, 16), (8, 16), (1001, 80), (1000, 192)])
+@pytest.mark.parametrize(("N", "K"), [(7, 16), (8, 16), (1001, 80), (1000, 192), DIRECT])
 def test_every_output_is_written_and_nothing_beside_it(facts, N, K, M, mode):
     """Guard rows around y, and NaN in y before."""
     _, layer = random_layer(N, K, torch.bfloat16, mode)
@@ -193,10 +222,10 @@ def test_rows_beyond_n_do_not_matter(M):
 
 
 @pytest.mark.parametrize("M", [33, 65, 129, 300, 1025])
-def test_a7_nothing_is_read_from_padding(M):
+@pytest.mark.parametrize(("N", "K"), [(24, 48), DIRECT])
+def test_a7_nothing_is_read_from_padding(N, K, M):
     """Memory that held NaN before: the arranged x, y, and shared memory of a kernel before."""
-    K = 48
-    weight, layer = random_layer(24, K, torch.bfloat16)
+    weight, layer = random_layer(N, K, torch.bfloat16)
     x = random_x(M, K, torch.bfloat16)
     nan = torch.full((M, K), float("nan"), dtype=torch.bfloat16, device="cuda")
     linear(nan, *layer)
@@ -206,9 +235,10 @@ def test_a7_nothing_is_read_from_padding(M):
 
 
 @pytest.mark.parametrize("M", [40, 100, 300])
-def test_a_bad_row_stays_alone(M):
-    _, layer = random_layer(1001, 208, torch.bfloat16)
-    x = random_x(M, 208, torch.bfloat16)
+@pytest.mark.parametrize(("N", "K"), [(1001, 208), DIRECT])
+def test_a_bad_row_stays_alone(N, K, M):
+    _, layer = random_layer(N, K, torch.bfloat16)
+    x = random_x(M, K, torch.bfloat16)
     expected = linear(x, *layer)
     x[5, 17], x[M - 1, 200] = float("nan"), float("nan")
     y = linear(x, *layer)
@@ -230,11 +260,11 @@ def test_more_tokens_than_a_launch_takes(facts, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("M", [64, 512])
-def test_graph_replay_sees_new_activations(M, mode):
+@pytest.mark.parametrize(("M", "N", "K"), [(64, 1000, 3696), (512, 1000, 3696), (64, *DIRECT)])
+def test_graph_replay_sees_new_activations(M, N, K, mode):
     """The arranged x is a buffer of the graph; every replay fills it anew."""
-    _, layer = random_layer(1000, 3696, torch.bfloat16, mode)
-    first, second = random_x(M, 3696, torch.bfloat16), random_x(M, 3696, torch.bfloat16).flip(0)
+    _, layer = random_layer(N, K, torch.bfloat16, mode)
+    first, second = random_x(M, K, torch.bfloat16), random_x(M, K, torch.bfloat16).flip(0)
     expected = [linear(x, *layer) for x in (first, second)]
     x = first.clone()
     torch.cuda.synchronize()
@@ -250,10 +280,11 @@ def test_graph_replay_sees_new_activations(M, mode):
             assert torch.equal(again, wanted)
 
 
-def test_x_that_starts_between_16_bytes():
-    weight, layer = random_layer(40, 80, torch.bfloat16)
-    x = random_x(101, 80, torch.bfloat16)
-    shifted = torch.zeros(101 * 80 + 1, dtype=x.dtype, device="cuda")[1:].view(101, 80).copy_(x)
+@pytest.mark.parametrize(("N", "K"), [(40, 80), DIRECT])
+def test_x_that_starts_between_16_bytes(N, K):
+    weight, layer = random_layer(N, K, torch.bfloat16)
+    x = random_x(101, K, torch.bfloat16)
+    shifted = torch.zeros(101 * K + 1, dtype=x.dtype, device="cuda")[1:].view(101, K).copy_(x)
     assert torch.equal(linear(shifted, *layer), linear(x, *layer))
     assert layer_truth(x, weight, layer).excess(linear(shifted, *layer)) <= 1
 

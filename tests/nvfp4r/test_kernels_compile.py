@@ -15,7 +15,7 @@ from nvfp4r.jit import (
     target_named,
 )
 from nvfp4r.plan import DeviceFacts, choose_plan
-from nvfp4r.plan_large import LARGE_HELD, LARGE_WARPS, LargeSplit
+from nvfp4r.plan_large import DIRECT_HELD, LARGE_HELD, LARGE_WARPS, LargeSplit
 
 # How many CTAs of a kernel an SM must hold, as in nvfp4r.cu: plan.py counts on them. With the
 # 65,536 registers of an SM that is a ceiling for each. By what comes before and after the dtype.
@@ -36,8 +36,9 @@ CTAS_PER_SM = {
     "unpack": 4,
 }
 LARGE = {
-    f"large_n{groups}_r{held}": (groups, held)
-    for groups, helds in LARGE_HELD.items()
+    f"large_n{groups}_r{held}{suffix}": (groups, held, bool(suffix))
+    for suffix, built in (("", LARGE_HELD), ("_direct", DIRECT_HELD))
+    for groups, helds in built.items()
     for held in helds
 }
 WITH_WGMMA = {"arrange": 4} | dict.fromkeys(LARGE, 1)
@@ -53,7 +54,8 @@ def threads_of(kind: str) -> int:
         warps, shared_x = re.fullmatch(r"small_w(\d+)(_s)?", kind).groups()
         return 32 * (int(warps) + (2 if shared_x else 1))
     if kind.startswith("large"):
-        return LargeSplit(*LARGE[kind], 1, 1, 1, 1, 2).threads
+        groups, held, direct = LARGE[kind]
+        return LargeSplit(groups, held, 1, 1, 1, 1, 2, direct).threads
     return 320 if kind.startswith("medium") else 256
 
 
@@ -128,42 +130,50 @@ def test_what_ptxas_tells_is_found(tmp_path, source, message):
     assert message in told
 
 
-def constant(pattern: str) -> tuple[int, ...]:
-    """The numbers of the one place in linear_large.cuh that matches."""
-    (found,) = re.findall(pattern, kernel_sources()["linear_large.cuh"])
+def constant(source: str, pattern: str) -> tuple[int, ...]:
+    """The numbers of the one place in a source that matches."""
+    (found,) = re.findall(pattern, kernel_sources()[source])
     return tuple(map(int, (found,) if isinstance(found, str) else found))
 
 
 def moves_registers(kind: str) -> bool:
-    (limit,) = constant(r"bool moves_registers\(int NT, int RT\) \{ return NT \* RT > (\d+); \}")
-    groups, held = LARGE[kind]
-    return groups * held > limit
+    (limit,) = constant("large_work.cuh", r"return direct \|\| NT \* RT > (\d+);")
+    groups, held, direct = LARGE[kind]
+    return direct or groups * held > limit
 
 
 def test_registers_that_move_between_warpgroups_are_those_of_the_launch(target, kernels):
     """What setmaxnreg leaves to all warpgroups together must fit what the CTA was given, or the
     second one waits for ever."""
-    (few,) = constant(r"setmaxnreg\.dec\.sync\.aligned\.u32 (\d+);")
-    (many,) = constant(r"setmaxnreg\.inc\.sync\.aligned\.u32 (\d+);")
-    assert few % 8 == many % 8 == 0  # as the instruction takes them
-    multiplying, others = 32 * LARGE_WARPS, 128
+    numbers = constant(
+        "linear_large.cuh",
+        r"kFew = DIRECT \? (\d+) : (\d+), kMany = DIRECT \? (\d+) : (\d+);",
+    )
+    assert all(number % 8 == 0 for number in numbers)  # as the instruction takes them
+    multiplying = 32 * LARGE_WARPS
     moving = [n for n in kernels if kind_of(n) in LARGE and moves_registers(kind_of(n))]
     assert bool(moving) is target.has_wgmma
     for name in moving:
-        assert threads_of(kind_of(name)) == multiplying + others  # whole warpgroups
-        given = allocated_registers(kernels[name].registers, multiplying + others)
-        assert few * others + many * multiplying <= given <= REGISTERS_PER_SM, name
+        threads = threads_of(kind_of(name))
+        assert threads % 128 == 0  # whole warpgroups
+        few, many = numbers[::2] if LARGE[kind_of(name)][2] else numbers[1::2]
+        given = allocated_registers(kernels[name].registers, threads)
+        taken = few * (threads - multiplying) + many * multiplying
+        assert taken <= given <= REGISTERS_PER_SM, name
         assert few < kernels[name].registers < many
 
 
 def test_threads_of_a_plan_are_those_of_the_source():
-    """plan_large.py and linear_large.cuh say both how many warps there are beside those that
-    multiply: one, or a warpgroup that gives registers away."""
-    assert constant(r"int kLargeWarps = (\d+);") == (LARGE_WARPS,)
-    whole, one = constant(r"\(moves_registers\(NT, RT\) \? (\d+) : (\d+)\)")
-    assert (whole, one) == (128, 32)
-    for kind in LARGE:
-        more = whole if moves_registers(kind) else one
+    """plan_large.py and large_work.cuh say both how many warps there are beside those that
+    multiply: one, or a warpgroup that gives registers away, or those that arrange x."""
+    assert constant("large_work.cuh", r"int kLargeWarps = (\d+);") == (LARGE_WARPS,)
+    whole, one = constant(
+        "large_work.cuh", r"\(moves_registers\(NT, RT, false\) \? (\d+) : (\d+)\)"
+    )
+    (arranging,) = constant("large_work.cuh", r"int kDirectWarps = (\d+);")
+    assert (whole, one, arranging) == (128, 32, 8)
+    for kind, (_, _, direct) in LARGE.items():
+        more = 32 * arranging if direct else whole if moves_registers(kind) else one
         assert threads_of(kind) == 32 * LARGE_WARPS + more
 
 

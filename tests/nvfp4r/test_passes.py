@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from nvfp4r.launches import Layer, plan_for, run_plan
 from nvfp4r.ops import linear
 from nvfp4r.packed import pack
 from nvfp4r.plan import DeviceFacts, plan_with
+from nvfp4r.plan_large import LargeSplit
 from nvfp4r.plan_medium import MediumSplit
 from nvfp4r.plan_small import SmallSplit
 from nvfp4r.tuned import Problem, Tuned
@@ -122,3 +125,48 @@ def test_nothing_is_prepared_where_nothing_has_to_be(launched, split):
     plan = plan_with(SPLITS[split], 2, N, K, "bf16", H200, layer.prepares, reason="")
     run_plan(plan, torch.full((2, K), RAW).bfloat16(), layer)
     assert launched == [(plan.kernel, RAW, 0)]
+
+
+@pytest.fixture
+def large_launched(launched, monkeypatch):
+    """The same for linear_large: what is launched, with what shape of x, and what is left to do."""
+
+    def go_through(name, like, argument, threads, facts):
+        assert launches._ARRANGE.unpack(argument)[0] == like.data_ptr()
+        launched.append((name, like.shape, launches._ARRANGE.unpack(argument)[-1]))
+
+    def launch(plan, like, argument):
+        assert launches._LARGE.unpack(argument)[1] == like.data_ptr()
+        launched.append((plan.kernel, like.shape))
+
+    monkeypatch.setattr(launches, "_go_through", go_through)
+    monkeypatch.setattr(launches, "_launch", launch)
+    return launched
+
+
+def run_large(layer: Layer, direct: bool) -> None:
+    split = LargeSplit(8, 2, 2, 1, 1, 2, 4, direct)
+    device = replace(H200, has_wgmma=True)
+    plan = plan_with(split, 40, N, K, "bf16", device, layer.prepares, reason="")
+    run_plan(plan, torch.full((40, K), RAW).bfloat16(), layer)
+
+
+@pytest.mark.parametrize(("rotates", "rounds", "bits"), [(0, 0, 0), (1, 0, 1), (1, 1, 3)])
+def test_linear_large_is_given_x_arranged_and_prepared_on_the_way(
+    large_launched, rotates, rounds, bits
+):
+    run_large(layer_that(rotates, rounds), direct=False)
+    assert large_launched == [
+        ("arrange", (40, K), bits),
+        ("linear_large_bf16_n8_r2", (3, 5, 512)),
+    ]
+
+
+@pytest.mark.parametrize(("rotates", "rounds"), [(0, 0), (1, 0), (1, 1)])
+def test_a_direct_linear_large_is_given_x_as_it_is_or_prepared_before(
+    large_launched, rotates, rounds
+):
+    layer = layer_that(rotates, rounds)
+    run_large(layer, direct=True)
+    before = [("quantize", RAW, layer.input_scale, layer.rotation)] if layer.prepares else []
+    assert large_launched == [*before, ("linear_large_bf16_n8_r2_direct", (40, K))]

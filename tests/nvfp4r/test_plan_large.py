@@ -11,6 +11,7 @@ import pytest
 from nvfp4r.jit import kernel_sources
 from nvfp4r.plan import DeviceFacts, SmallSplit, choose_plan, plan_with
 from nvfp4r.plan_large import (
+    DIRECT_HELD,
     LARGE_HELD,
     LARGE_WARPS,
     MAX_LARGE_M,
@@ -19,6 +20,7 @@ from nvfp4r.plan_large import (
     _cycles,
     large_fault,
     large_split,
+    large_splits,
     prefers_medium,
 )
 
@@ -56,7 +58,8 @@ def test_every_shape_has_a_legal_plan(N, K, device):
         split = plan.split
         assert (plan.path, plan.passes, plan.pdl) == ("large", 1, True)
         assert large_fault(split, M, tiles) is None
-        assert plan.kernel == f"linear_large_f16_n{split.token_groups}_r{split.held}"
+        suffix = "_direct" if split.direct else ""
+        assert plan.kernel == f"linear_large_f16_n{split.token_groups}_r{split.held}{suffix}"
         assert (plan.cluster, plan.depth, plan.x_depth) == (
             *(split.cluster, split.depth, split.x_depth),
         )
@@ -96,6 +99,53 @@ def test_shared_memory_holds_what_the_kernel_puts_there(groups, held, cluster, d
     if cluster > 1:
         end += LARGE_WARPS * held * (8 * groups) * 20 * 4
     assert split.shared_bytes == end
+
+
+@pytest.mark.parametrize(
+    ("tiles", "K", "M", "direct"),
+    [
+        (265, 1024, 33, True),
+        (320, 25_600, 64, True),
+        (448, 5120, 64, True),  # 28 clusters x 16 tiles
+        (449, 5120, 64, False),
+        (320, 1008, 64, False),  # too little for four CTAs
+        (256, 12_288, 65, True),
+        (256, 12_304, 65, False),
+        (264, 5136, 128, True),
+        (265, 5136, 128, False),
+        (265, 5120, 128, True),
+        (396, 5120, 128, True),
+        (397, 5120, 128, False),
+        (133, 5120, 128, True),
+        (133, 5104, 128, False),
+        (132, 5120, 128, False),  # few tiles: more CTAs share K
+        (256, 5120, 129, False),
+    ],
+)
+def test_where_the_kernel_arranges_x_itself(tiles, K, M, direct):
+    """On an H200; a part of the rows for each cluster."""
+    plan = choose_plan(M, 16 * tiles, K, "bf16", H200)
+    split = plan.split
+    assert split.direct == direct
+    assert plan.reason.endswith("x arranged on the way") == direct
+    if direct:
+        assert split.threads == 512
+        assert (split.token_groups, split.held, split.cluster, split.clusters) == (
+            (8, 2, 4, 28) if M <= 64 else (16, 1, 2, 66)
+        )
+        assert split.row_units == split.clusters
+
+
+def test_a_shape_of_the_gpu_tests_is_direct():
+    assert all(choose_plan(M, 4299, 5120, "bf16", H200).split.direct for M in (33, 64, 65, 128))
+
+
+@pytest.mark.parametrize("sms", range(1, 133))
+def test_any_number_of_sms_has_a_legal_plan(sms):
+    device = replace(H200, sm_count=sms)
+    for M in (33, 64, 65, 128):
+        for tiles in (1, sms + 1, 2 * sms, 2 * sms + 1, 3 * sms, 3 * sms + 1, 4 * sms):
+            choose_plan(M, 16 * tiles, 4096, "bf16", device)
 
 
 @pytest.mark.parametrize(("first", "last"), [(33, 64), (65, 128)])
@@ -151,17 +201,18 @@ def test_more_tokens_take_equal_passes(M, passes, part):
 
 
 def test_what_is_done_to_x_does_not_change_the_plan():
-    """It happens before: in the kernel that arranges x, or for linear_medium in one of its own."""
+    """It happens before: in the kernel that arranges x, or in one of its own where none does."""
     for N, K in QWEN3:
         for M in TOKENS:
             plan = choose_plan(M, N, K, "bf16", H200, quantised=True)
-            assert plan.apart == (plan.path == "medium")
+            assert plan.apart == (plan.path == "medium" or plan.split.direct)
             assert replace(plan, apart=False) == choose_plan(M, N, K, "bf16", H200)
 
 
 def modelled(M, N, K, device=H200):
-    split = large_split(M, tiles_of(N), K, device.sm_count, device.shared_bytes_per_block)
-    return _cycles(split, M, tiles_of(N), K)
+    size = (M, tiles_of(N), K)
+    splits = large_splits(*size, device.sm_count, device.shared_bytes_per_block)
+    return min(_cycles(split, *size) for split in splits)
 
 
 @pytest.mark.parametrize(("N", "K"), QWEN3)
@@ -177,17 +228,22 @@ def assert_ascending(times):
     assert all(before <= after * (1 + 1e-9) for before, after in pairwise(times))
 
 
-def test_what_the_rule_picks_is_built():
-    """For Qwen3's matrices and all else: LARGE_HELD is what nvfp4r.cu lists."""
-    listed = re.findall(r"LARGE\(NAME, MODE, (\d+), (\d)\)", kernel_sources()["nvfp4r.cu"])
+@pytest.mark.parametrize(
+    ("macro", "suffix", "held_of"), [("LARGE", "", LARGE_HELD), ("DIRECT", "_direct", DIRECT_HELD)]
+)
+def test_what_the_rule_picks_is_built(macro, suffix, held_of):
+    """For Qwen3's matrices and all else: the tables are what nvfp4r.cu lists."""
+    listed = re.findall(rf"{macro}\(NAME, MODE, (\d+), (\d)\)", kernel_sources()["nvfp4r.cu"])
     assert {(int(groups), int(held)) for groups, held in listed} == {
-        (groups, held) for groups, helds in LARGE_HELD.items() for held in helds
+        (groups, held) for groups, helds in held_of.items() for held in helds
     }
-    kernels = {f"linear_large_bf16_n{groups}_r{held}" for groups, held in listed}
-    for N, K in QWEN3:
-        for M in TOKENS:
-            plan = choose_plan(M, N, K, "bf16", H200)
-            assert plan.path == "medium" or plan.kernel in kernels
+    kernels = {f"linear_large_bf16_n{groups}_r{held}{suffix}" for groups, held in listed}
+    plans = [choose_plan(M, N, K, "bf16", H200) for N, K in QWEN3 for M in TOKENS]
+    picked = {
+        plan.kernel for plan in plans if plan.path == "large" and plan.split.direct == bool(suffix)
+    }
+    assert picked
+    assert picked <= kernels
 
 
 GOOD = LargeSplit(
@@ -211,6 +267,8 @@ def test_a_split_may_serve_any_number_of_tokens(M):
         (64, {"cluster": 16}, "16 CTAs cannot form a cluster"),
         (64, {"depth": 0}, "a ring has at least one stage"),
         (64, {"x_depth": 1}, "the ring of activations has at least two stages"),
+        (64, {"direct": True, "held": 1}, r"direct linear_large is built for \{8: \(2,\), 16: "),
+        (64, {"direct": True, "x_depth": 3}, "the ring of a direct kernel has at least 4 stages"),
         (64, {"row_units": 0}, "16 row tiles cannot be 0 parts of up to 8 [*] 2"),
         (64, {"row_units": 1, "held": 1}, "16 row tiles cannot be 1 parts of up to 8 [*] 1"),
         (64, {"row_units": 17}, "16 row tiles cannot be 17 parts of up to 8 [*] 2"),
@@ -234,7 +292,7 @@ def test_the_other_kernels_stay_for_few_tokens_where_wgmma_is():
 
 
 @pytest.mark.parametrize("M", [33, 64, 65, 128, 129, 1000, 8192])
-@pytest.mark.parametrize(("N", "K"), [(10240, 5120), (4240, 48)])
+@pytest.mark.parametrize(("N", "K"), [(10240, 5120), (4240, 48), (5120, 5120)])
 def test_a_plan_comes_back_from_its_own_split(M, N, K):
     plan = choose_plan(M, N, K, "f16", H200)
     assert plan_with(plan.split, M, N, K, "f16", H200, reason=plan.reason) == plan

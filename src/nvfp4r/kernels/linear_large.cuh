@@ -7,102 +7,17 @@
 // CTAs of a cluster share K and add their sums through distributed shared memory.
 //
 // Activations come in the order of arrange.cuh, a stage of 64 columns in one copy, which a ninth
-// warp issues.
+// warp issues; or eight more warps read them as they are and arrange them on the way (direct), once
+// in every CTA, which saves the launch of arrange.cuh (large_x.cuh).
 //
 // Numbers: float32 sums over K in order, within a block, then over the blocks; the grid and the
 // size of a unit do not change them.
 #pragma once
-#include "cluster.cuh"
-#include "linear_args.cuh"
+#include "large_work.cuh"
+#include "large_x.cuh"
 #include "quantize.cuh"
 #include "stages.cuh"
 #include "wgmma.cuh"
-
-struct LargeArgs {
-    const u8* weight;          // [tiles][kblocks][1152] (docs/layout.md)
-    const u8* x;               // [ceil(K / 64)][ceil(M / 8)][1024] (arrange.cuh)
-    u16* y;                    // [M, N] fp16 or bf16
-    const float* alpha;        // [N]
-    const u16* bias;           // [N], or null
-    const float* input_scale;  // [], of activations that were quantised, or null
-    int M, N, K;
-    int tiles;                 // ceil(N / 16)
-    int kblocks;               // ceil(K / 128)
-    int depth;                 // stages of each warp's ring of weights, of 256 columns
-    int x_depth;               // stages of the ring of x, of 64 columns
-    int row_units;             // parts of the row tiles, of at most 8 RT each
-};
-
-__device__ constexpr int kLargeWarps = 8;  // that multiply
-// Sums are kept as [tile][token][16 rows]; 20 floats a token, for the banks.
-__device__ constexpr int kLargeSumStride = 20;
-
-// With this many accumulators the warps that multiply need registers of the others.
-__device__ constexpr bool moves_registers(int NT, int RT) { return NT * RT > 16; }
-__device__ constexpr int large_threads(int NT, int RT) {
-    return 32 * kLargeWarps + (moves_registers(NT, RT) ? 128 : 32);  // a whole warpgroup, then
-}
-
-// A unit of work: neighbours in number share their row tiles, so that weights come from L2.
-struct Unit {
-    int token_tile, tile, tiles;
-
-    __device__ __forceinline__ Unit(const LargeArgs& p, int u, int token_tiles) {
-        const int row = u / token_tiles;
-        token_tile = u - row * token_tiles;
-        tile = (int)((long long)p.tiles * row / p.row_units);
-        tiles = (int)((long long)p.tiles * (row + 1) / p.row_units) - tile;
-    }
-    // Tiles of a warp: its number, and 8 further.
-    __device__ __forceinline__ int tiles_of(int warp) const {
-        const int after = tiles - warp;
-        return after <= 0 ? 0 : (after + kLargeWarps - 1) / kLargeWarps;
-    }
-};
-
-// What all warps of a CTA agree on.
-struct LargeWork {
-    int first, step, units, token_tiles;
-    int chunk0, chunk1;  // of 256 columns: this block's share of K
-    int stage0, stages;  // of 64 columns, likewise
-
-    __device__ __forceinline__ LargeWork(const LargeArgs& p, const Cluster& cluster, int tokens) {
-        const int rank = (int)cluster.rank, size = (int)cluster.size;
-        first = blockIdx.x / size;
-        step = gridDim.x / size;
-        token_tiles = (p.M + tokens - 1) / tokens;
-        units = token_tiles * p.row_units;
-        const int chunks = (p.kblocks + 1) / 2;
-        chunk0 = chunks * rank / size;
-        chunk1 = chunks * (rank + 1) / size;
-        stage0 = 4 * chunk0;
-        stages = max(0, min(4 * chunk1, (p.K + 63) / 64) - stage0);
-    }
-};
-
-// Copies x, a stage of 64 columns at a time, for all units of this CTA.
-template <int NT>
-__device__ __forceinline__ void copy_x(const LargeArgs& p, const LargeWork& work, u32 x_stages,
-                                       u32 full, u32 empty, int lane, const Cluster& cluster) {
-    const int groups = (p.M + 7) / 8;
-    int slot = 0;
-    u32 parity = 1;
-    for (int u = work.first; u < work.units; u += work.step) {
-        const int group = (u % work.token_tiles) * NT;
-        const u32 bytes = min(NT, groups - group) * 1024;
-        const u8* source = p.x + ((u64)work.stage0 * groups + group) * 1024;
-        for (int s = 0; s < work.stages; s++, source += (u64)groups * 1024) {
-            const u32 barrier = full + 8 * slot;
-            barrier_wait(empty + 8 * slot, parity);
-            if (lane == 0) {
-                barrier_expect(barrier, bytes);
-                copy_bulk(x_stages + slot * NT * 1024, source, bytes, barrier);
-            }
-            if (++slot == p.x_depth) { slot = 0; parity ^= 1; }
-        }
-        if (cluster.size > 1) { cluster.sync(); cluster.sync(); }
-    }
-}
 
 // One warp's own ring of weights, filled ahead over the borders of units. Units in which it has no
 // tile are left out.
@@ -199,8 +114,8 @@ __device__ __forceinline__ void store_tile(const LargeArgs& p, const float (&acc
     }
 }
 
-// linear_large_<dtype>_n<NT>_r<RT>
-template <int MODE, int NT, int RT>
+// linear_large_<dtype>_n<NT>_r<RT>, and with _direct
+template <int MODE, int NT, int RT, bool DIRECT>
 __device__ __forceinline__ void linear_large(const LargeArgs& p) {
     constexpr u32 kWeightStage = kLargeWarps * RT * kUnitBytes, kXStage = NT * 1024;
     extern __shared__ __align__(128) u8 shared[];
@@ -215,17 +130,23 @@ __device__ __forceinline__ void linear_large(const LargeArgs& p) {
     const u32 sums_at = (weights_full + 8 * kLargeWarps * p.depth + 127) & ~127u;
     if (threadIdx.x == 0) {
         for (int d = 0; d < p.x_depth; d++) {
-            barrier_init(full + 8 * d, 1);
-            barrier_init(empty + 8 * d, kLargeWarps);
+            barrier_init(full + 8 * d, DIRECT ? 2 * kWarpArrivals : 1);
+            barrier_init(empty + 8 * d, kLargeWarps * kWarpArrivals);
         }
         for (int d = 0; d < kLargeWarps * p.depth; d++) barrier_init(weights_full + 8 * d, 1);
         publish_barriers();
     }
     __syncthreads();
     launch_dependents();
+    // Registers of a thread, if they move: of the others, and of those that multiply.
+    constexpr bool kMoves = moves_registers(NT, RT, DIRECT);
+    constexpr int kFew = DIRECT ? 96 : 40, kMany = DIRECT ? 160 : 232;
     if (warp >= kLargeWarps) {
-        if (moves_registers(NT, RT)) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-        if (warp == kLargeWarps) {
+        if (kMoves) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(kFew));
+        if (DIRECT) {
+            wait_for_previous_kernel();
+            arrange_x<NT>(p, work, x_stages, full, empty, warp - kLargeWarps, lane, cluster);
+        } else if (warp == kLargeWarps) {
             wait_for_previous_kernel();
             copy_x<NT>(p, work, x_stages, full, empty, lane, cluster);
         } else if (cluster.size > 1) {
@@ -236,7 +157,7 @@ __device__ __forceinline__ void linear_large(const LargeArgs& p) {
         }
         return;
     }
-    if (moves_registers(NT, RT)) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    if (kMoves) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(kMany));
     const u32 my_full = weights_full + 8 * warp * p.depth;
     const u32 my_weights = weights + warp * RT * kUnitBytes;
     LargeStream<RT> stream(p, work, my_weights, my_full, warp, lane);
@@ -298,19 +219,20 @@ __device__ __forceinline__ void linear_large(const LargeArgs& p) {
                     const bool last = s % 4 == 3 || s + 1 == work.stages;  // of the ring's stage
                     if (mine > 0 && last) {
                         if (++slot == p.depth) { slot = 0; parity ^= 1; }
+                        __syncwarp();  // all lanes have decoded what is copied over
                         stream.copy_next();
                     }
                     if (s + 1 < work.stages) fetch(s + 1);
                 }
                 wgmma_wait<1>();
                 // All of the stage before has been multiplied.
-                if (j == 0 && previous >= 0 && lane == 0) barrier_arrive(empty + 8 * previous);
+                if (j == 0 && previous >= 0 && arrives(lane)) barrier_arrive(empty + 8 * previous);
             }
             previous = x_slot;
             if (++x_slot == p.x_depth) { x_slot = 0; x_parity ^= 1; }
         }
         wgmma_wait<0>();
-        if (previous >= 0 && lane == 0) barrier_arrive(empty + 8 * previous);
+        if (previous >= 0 && arrives(lane)) barrier_arrive(empty + 8 * previous);
         previous = -1;
         const int token0 = unit.token_tile * 8 * NT;
         if (cluster.size == 1) {

@@ -229,11 +229,11 @@ __device__ __forceinline__ void linear_medium(const LinearArgs& p) {
     if (threadIdx.x == 0) {
         for (int d = 0; d < x_depth; d++) {
             barrier_init(full + 8 * d, 32 * kXWarps);
-            barrier_init(empty + 8 * d, kMediumWarps);
+            barrier_init(empty + 8 * d, kMediumWarps * kWarpArrivals);
         }
         for (int d = 0; d < kMediumWarps * p.depth; d++)
             barrier_init(weights_full + 8 * d, kFullArrivals);
-        for (int w = 0; w < kMediumWarps; w++) barrier_init(weights_read + 8 * w, 1);
+        for (int w = 0; w < kMediumWarps; w++) barrier_init(weights_read + 8 * w, kWarpArrivals);
         publish_barriers();
     }
     __syncthreads();
@@ -297,13 +297,13 @@ __device__ __forceinline__ void linear_medium(const LinearArgs& p) {
                 // A copy may overtake loads that were only issued (docs/log.md). The arrival stands
                 // behind them in the same pipe; when it has been seen they are done.
                 __syncwarp();
-                if (lane == 0) barrier_arrive(weights_read + 8 * warp);
+                if (arrives(lane)) barrier_arrive(weights_read + 8 * warp);
                 barrier_wait(weights_read + 8 * warp, read_parity);
                 read_parity ^= 1;
                 weights_place.next(p.depth);
                 stream.copy_next();
             }
-            if (lane == 0) barrier_arrive(empty + 8 * x_place.slot);
+            if (arrives(lane)) barrier_arrive(empty + 8 * x_place.slot);
             x_place.next(x_depth);
         }
 

@@ -39,7 +39,7 @@ __device__ __forceinline__ void finish_sums(const LinearArgs& p, int tile0, int 
                 p.y[(u64)(i / 16) * p.N + row] = MODE == X_BF16 ? f32_to_bf16(v) : f32_to_f16(v);
         }
         __syncwarp();
-        if (lane == 0) barrier_arrive(sums_full + 8 * (kSumBuffers + slot));
+        if (arrives(lane)) barrier_arrive(sums_full + 8 * (kSumBuffers + slot));
         if (++slot == kSumBuffers) { slot = 0; parity ^= 1; }
     }
 }
@@ -87,11 +87,11 @@ __device__ __forceinline__ void linear_shared(const LinearArgs& p) {
     if (threadIdx.x == 0) {
         for (int d = 0; d < p.depth; d++) {
             barrier_init(full + 8 * d, kFullArrivals);
-            barrier_init(full + 8 * (p.depth + d), W);
+            barrier_init(full + 8 * (p.depth + d), W * kWarpArrivals);
         }
         for (int b = 0; b < kSumBuffers; b++) {
-            barrier_init(sums_full + 8 * b, W);
-            barrier_init(sums_full + 8 * (kSumBuffers + b), 1);
+            barrier_init(sums_full + 8 * b, W * kWarpArrivals);
+            barrier_init(sums_full + 8 * (kSumBuffers + b), kWarpArrivals);
         }
         publish_barriers();
     }
@@ -140,7 +140,7 @@ __device__ __forceinline__ void linear_shared(const LinearArgs& p) {
             if (left > 1) multiply_block(1);
             left -= 2 * W;
             __syncwarp();
-            if (lane == 0) barrier_arrive(barrier + 8 * p.depth);
+            if (arrives(lane)) barrier_arrive(barrier + 8 * p.depth);
             stage += kStageBytes;
             barrier += 8;
             x_now += x_step;
@@ -157,7 +157,7 @@ __device__ __forceinline__ void linear_shared(const LinearArgs& p) {
             }
         }
         __syncwarp();
-        if (lane == 0) barrier_arrive(sums_full + 8 * slot);
+        if (arrives(lane)) barrier_arrive(sums_full + 8 * slot);
         if (++slot == kSumBuffers) { slot = 0; sums_parity ^= 1; }
     }
 }

@@ -77,7 +77,7 @@ __device__ __forceinline__ void linear_small(const LinearArgs& p) {
     if (threadIdx.x == 0) {
         for (int d = 0; d < p.depth; d++) {
             barrier_init(full + 8 * d, kFullArrivals);
-            barrier_init(full + 8 * (p.depth + d), W);
+            barrier_init(full + 8 * (p.depth + d), W * kWarpArrivals);
         }
         publish_barriers();
     }
@@ -156,7 +156,7 @@ __device__ __forceinline__ void linear_small(const LinearArgs& p) {
             }
             __syncwarp();
             // Behind the loads of this stage, which the multiplications have waited for.
-            if (lane == 0) barrier_arrive(barrier + 8 * p.depth);
+            if (arrives(lane)) barrier_arrive(barrier + 8 * p.depth);
             stage += kStageBytes;
             barrier += 8;
             if (stage == ring_bytes) { stage = 0; barrier = full; parity ^= 1; }

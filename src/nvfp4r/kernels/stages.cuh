@@ -13,11 +13,18 @@ __device__ __forceinline__ void barrier_init(u32 barrier, u32 count) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" :: "r"(barrier), "r"(count) : "memory");
 }
 
+#if NVFP4R_HAS_BULK_COPY
+// What this thread wrote to shared memory is seen by bulk copies and wgmma that come after it.
+__device__ __forceinline__ void fence_for_async() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+#endif
+
 // After barrier_init, before the __syncthreads that publishes it.
 __device__ __forceinline__ void publish_barriers() {
 #if NVFP4R_HAS_BULK_COPY
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    fence_for_async();
 #endif
 }
 
@@ -25,6 +32,16 @@ __device__ __forceinline__ void barrier_arrive(u32 barrier) {
     asm volatile("{\n.reg .b64 s;\nmbarrier.arrive.shared.b64 s, [%0];\n}" :: "r"(barrier)
                  : "memory");
 }
+
+// What a warp's arrival counts: one lane arrives, behind a __syncwarp or an instruction of the whole
+// warp that orders what the others have read or written. NVIDIA's racecheck knows the order that
+// comes from barriers alone, so that it is given kernels in which every lane arrives.
+#if NVFP4R_EVERY_LANE_ARRIVES
+__device__ constexpr u32 kWarpArrivals = 32;
+#else
+__device__ constexpr u32 kWarpArrivals = 1;
+#endif
+__device__ __forceinline__ bool arrives(int lane) { return kWarpArrivals > 1 || lane == 0; }
 
 // Wait until the phase with this parity is complete.
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
