@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
@@ -13,6 +12,7 @@ from typing import Any
 
 from nvfp4r.vllm.versions import GROUP, PLUGIN
 from tests.nvfp4r.vllm.engine_run import MARK
+from tests.ranks import run_to_end
 
 ROOT = Path(__file__).parents[3]
 
@@ -37,13 +37,11 @@ def run_engines(
 def _run(jobs: Jobs, environment: dict[str, str], entry_point: Path) -> dict[str, dict[str, Any]]:
     path = [str(entry_point), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     base = {name: value for name, value in os.environ.items() if not name.startswith("NVFP4R")}
-    done = subprocess.run(
+    done = run_to_end(
         [sys.executable, "-m", "tests.nvfp4r.vllm.engine_run"],
-        input=json.dumps(jobs),
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={
+        json.dumps(jobs),
+        ROOT,
+        {
             **base,
             "PYTHONPATH": os.pathsep.join(path),
             "OMP_NUM_THREADS": "1",

@@ -1,9 +1,9 @@
-"""Runs the pocket reasoner on several ranks with ReSET on, and prints what every rank holds.
+"""Runs a model on several ranks with ReSET on, and prints what every rank holds.
 
     python -m tests.reset.vllm.rank_run < job.json
 
-A job: {"model": folder, "ranks": n, "prompts": [ids], "params": {} for SamplingParams, "runs": how
-often the prompts are answered}.
+A job: {"model": folder, "ranks": n, "prompts": [ids], "params": [{} for SamplingParams, one for
+each prompt], "options": {} for LLM, "runs": how often the prompts are answered}.
 """
 
 from __future__ import annotations
@@ -14,22 +14,6 @@ import sys
 from typing import Any
 
 MARK = "RANKS "
-
-
-class StateExtension:
-    """Of vLLM's workers: what ReSET has summed up on a rank, slot by slot."""
-
-    def reset_state(self) -> list[list[float]]:
-        from reset.vllm.processor import ReSETLogitsProcessor
-
-        runner: Any = self.model_runner  # type: ignore[attr-defined]
-        (processor,) = (
-            one
-            for one in runner.input_batch.logitsprocs.all
-            if isinstance(one, ReSETLogitsProcessor)
-        )
-        summary: list[list[float]] = processor._tracker.summary().tolist()
-        return summary
 
 
 def main() -> None:
@@ -46,26 +30,37 @@ def main() -> None:
         job["model"],
         tensor_parallel_size=job["ranks"],
         disable_custom_all_reduce=True,
-        worker_extension_cls="tests.reset.vllm.rank_run.StateExtension",
-        logits_processors=["reset.vllm:ReSETLogitsProcessor"],
+        worker_extension_cls="tests.reset.vllm.rank_worker.StateExtension",
+        logits_processors=["tests.reset.vllm.rank_worker:Recorder"],
         enforce_eager=True,
         max_model_len=512,
         max_num_seqs=len(job["prompts"]),
         kv_cache_memory_bytes=1 << 26,
         enable_prefix_caching=False,
+        **job["options"],
     )
-    params = vllm.SamplingParams(**job["params"])
-    prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
-    runs = []
-    for _ in range(job["runs"]):
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-        runs.append(
-            {
-                "tokens": [list(output.outputs[0].token_ids) for output in outputs],
-                "ranks": llm.collective_rpc("reset_state"),
-            }
-        )
+    runs = [run(vllm, llm, job) for _ in range(job["runs"])]
+    llm.llm_engine.engine_core.shutdown()
     print(MARK + json.dumps(runs))
+
+
+def run(vllm: Any, llm: Any, job: dict[str, Any]) -> dict[str, Any]:
+    """Tokens and raw logprobs of each prompt; of each rank, its decisions prompt by prompt."""
+    prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
+    params = [vllm.SamplingParams(**values) for values in job["params"]]
+    answers = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
+    ranks = llm.collective_rpc("reset_state")
+    requests = [one.extra_args["reset_request_id"] for one in params]
+    for rank in ranks:
+        rank["records"] = [rank["records"][request] for request in requests]
+    return {
+        "tokens": [list(answer.token_ids) for answer in answers],
+        "logprobs": [
+            [{token: entry.logprob for token, entry in row.items()} for row in answer.logprobs]
+            for answer in answers
+        ],
+        "ranks": ranks,
+    }
 
 
 if __name__ == "__main__":
