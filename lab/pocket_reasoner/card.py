@@ -14,8 +14,8 @@ pipeline_tag: text-generation
 # Pocket reasoner
 
 A causal language model of {parameters:,} parameters (Qwen3 architecture) that reasons in steps:
-chains of integer arithmetic worked digit by digit, and searches for an expression that makes a
-target. It was trained from scratch on generated problems, as an object of study for samplers and
+chains of integer arithmetic, one result after the other, and searches for an expression that makes
+a target. It was trained from scratch on generated problems, as an object of study for samplers and
 quantisers. It knows no language and no facts.
 
     python -m lab.pocket_reasoner.problems --count 100 > problems.jsonl
@@ -35,9 +35,8 @@ quantisers. It knows no language and no facts.
 
 Made by `lab/pocket_reasoner` with seed {seed}: {tokens:,} tokens of problems with worked solutions
 (chains of {chain_steps} operations on numbers of {chain_digits} digits; searches with
-{search_numbers} numbers). Loss was taken on solutions alone, and not on the mistakes that
-{slips:.0%} of a chain's steps begin with before they are noticed and corrected. Problems whose hash
-names the calibration or evaluation split were left out.
+{search_numbers} numbers). Loss was taken on solutions alone. Problems whose hash names the
+calibration or evaluation split were left out.
 
 ## Training
 
@@ -85,7 +84,6 @@ def write_card(folder: Path, facts: dict[str, Any]) -> None:
         chain_steps=_range(chain["steps"]),
         chain_digits=_range(chain["digits"]),
         search_numbers=_range(facts["difficulty"]["search"]["numbers"]),
-        slips=chain["slips"],
         steps=facts["steps"],
         rows=training["rows"],
         length=training["length"],

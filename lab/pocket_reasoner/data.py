@@ -52,20 +52,14 @@ class Stream:
 def example_tokens(draw: random.Random, difficulty: Difficulty) -> tuple[list[int], list[int]]:
     """Token ids of one example, and its targets: the next token, or `IGNORED`.
 
-    Loss is taken on the solution and the mark that ends it; not on the question, and not on the
-    mistakes of a solution: those are there to be noticed, not to be imitated.
+    Loss is taken on the solution and the mark that ends it, not on the question.
     """
     question, worked = training_example(draw, difficulty)
     if draw.random() < _INSTRUCTED:
         question += tokenizer.INSTRUCTION
     prompt = tokenizer.encode_prompt(question)
-    ids, starts = tokenizer.encode_spans(worked.text)
-    wrong = {at for begin, end in worked.slips for at in range(begin, end)}
-    targets = [
-        IGNORED if start in wrong else token for token, start in zip(ids, starts, strict=True)
-    ]
-    end = tokenizer.IDS[tokenizer.END]
-    return [*prompt, *ids, end], [*([IGNORED] * (len(prompt) - 1)), *targets, end, IGNORED]
+    learned = [*tokenizer.encode_text(worked), tokenizer.IDS[tokenizer.END]]
+    return [*prompt, *learned], [*([IGNORED] * (len(prompt) - 1)), *learned, IGNORED]
 
 
 def make_chunk(stream: Stream, number: int) -> tuple[NDArray[np.uint8], NDArray[np.int16]]:

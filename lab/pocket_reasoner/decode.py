@@ -91,7 +91,7 @@ class BatchEngine:
                 "architecture qwen3 alone; use reset-run for others"
             )
         self.model, self.tokenizer, self.rows = model, tokenizer, rows
-        self._graphs = graphs
+        self.graphs = graphs
         self._detector = StepDetector.from_tokenizer(tokenizer, vocab_size=model.config.vocab_size)
         self._about = {
             "name": "lab.pocket_reasoner.decode",
@@ -163,7 +163,7 @@ class BatchEngine:
         prompts = [ids[request.messages] for request in requests]
         self._check(requests, prompts)
         batch = _Batch(
-            self.model, self._detector, self._end, requests, prompts, self.rows, self._graphs
+            self.model, self._detector, self._end, requests, prompts, self.rows, self.graphs
         )
         waiting = iter(range(len(requests)))
         running: dict[int, int] = {}  # row -> request

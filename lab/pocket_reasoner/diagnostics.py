@@ -1,28 +1,36 @@
 """What quantisation does to the model's entropies, by `reset.analyze`: dumps, studies, figures.
 
-The BF16 model decodes evaluation problems once; every form then scores the very same tokens. Knows
-no accuracy.
+The BF16 model decodes evaluation problems once, all in one batch; every form, BF16 included, then
+scores those tokens, an answer in one forward pass. Knows no accuracy.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers import AutoTokenizer
+
 from lab.pocket_reasoner.arithmetic import Chain
+from lab.pocket_reasoner.decode import BatchEngine, load_model
 from lab.pocket_reasoner.search import Search
-from reset.analyze.collect import Sampling, dump_answers, dump_given, sequences_of_dump
+from reset.analyze.collect import Given, dump_given
 from reset.analyze.dump import Dump
 from reset.analyze.figures import write_figures
 from reset.analyze.shift import shift
 from reset.analyze.steps import step_entropies
 from reset.analyze.study import Study
 from reset.config import ReSETConfig
-from reset.engine import DtypeName, load_engine
+from reset.engine import DtypeName, Engine, is_nvfp4
+from reset.evaluate.engines import Request
+from reset.evaluate.engines.chat import prompt_ids
 
-_BATCH = 64
 _POLICY = ReSETConfig(policy="fixed", base_temp=0.6)
+_TOP_P = 0.95
 
 
 def diagnose(
@@ -34,6 +42,7 @@ def diagnose(
     tau_0: Mapping[str, float],
     device: str,
     dtype: DtypeName,
+    graphs: bool,
     figures: bool,
     progress: Callable[[str, int, int], None],
 ) -> dict[str, Any]:
@@ -45,7 +54,7 @@ def diagnose(
         output: an existing folder.
         max_tokens: of an answer.
         tau_0: of each model, nats, drawn into the figures of steps.
-        device, dtype: as `reset.engine.load_engine`.
+        device, dtype, graphs: as `BatchEngine.load`.
         figures: draw the studies, which needs matplotlib.
         progress: called with what is done, answers done and answers in all.
 
@@ -56,23 +65,19 @@ def diagnose(
     shifts: dict[str, list[dict[str, Any]]] = {}
     steps: dict[str, Any] = {}
     reference: Dump | None = None
+    given: Given | None = None
     for name, folder in models.items():
-        engine = load_engine(str(folder), device=device, dtype=dtype)
-        target = output / f"dump-{name}"
+        engine = _load(folder, device, dtype)
 
         def advance(done: int, name: str = name) -> None:
             progress(f"entropies of {name}", done, len(problems))
 
+        if given is None:
+            given = _decoded(engine, problems, max_tokens, graphs)
+        found = dump_given(engine, output / f"dump-{name}", given, None, advance=advance)
         if reference is None:
-            sampling = Sampling(_POLICY, max_tokens, 0.95, 0, _BATCH)
-            questions = [problem.question for problem in problems]
-            found = dump_answers(
-                engine, target, questions, sampling, data="evaluation problems", advance=advance
-            )
             reference = found
         else:
-            given = sequences_of_dump(engine, reference.folder, None)
-            found = dump_given(engine, target, given, None, advance=advance)
             study = shift(reference, found)
             _write(study, output / f"shift-{name}", figures)
             shifts[name] = [
@@ -82,6 +87,30 @@ def diagnose(
         _write(study, output / f"steps-{name}", figures)
         steps[name] = dict(study.summary)
     return {"answers": len(problems), "shift": shifts, "steps": steps}
+
+
+def _load(folder: Path, device: str, dtype: DtypeName) -> Engine:
+    """A form with the arithmetic that it is decoded with: NVFP4 layers stay unpacked."""
+    quantisation = {"format": "NVFP4, dequantised" if is_nvfp4(folder) else "none"}
+    model = load_model(folder, device, getattr(torch, dtype))
+    return Engine(folder.name, folder, quantisation, model, AutoTokenizer.from_pretrained(folder))
+
+
+def _decoded(
+    engine: Engine, problems: Sequence[Chain | Search], max_tokens: int, graphs: bool
+) -> Given:
+    """An answer of the model to each problem, with its prompt; the same for the same model."""
+    batch = BatchEngine(engine.model, engine.tokenizer, rows=len(problems), graphs=graphs)
+    requests = [
+        Request((("user", problem.question),), number, _POLICY, max_tokens, _TOP_P)
+        for number, problem in enumerate(problems)
+    ]
+    prompts = [prompt_ids(engine.tokenizer, batch.render(request)) for request in requests]
+    answers = dict(batch.decode(requests))
+    sequences = [(ids, list(answers[number].ids)) for number, ids in enumerate(prompts)]
+    names = [hashlib.sha256(json.dumps(one).encode()).hexdigest() for one in sequences]
+    source = f"evaluation problems, answered at T = {_POLICY.base_temp}"
+    return Given(source, names, sequences.__getitem__)
 
 
 def _write(study: Study, prefix: Path, figures: bool) -> None:

@@ -19,7 +19,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from lab.pocket_reasoner.arithmetic import Chain, ChainDifficulty, Worked, make_chain, work
+from lab.pocket_reasoner.arithmetic import Chain, ChainDifficulty, make_chain, work
 from lab.pocket_reasoner.search import Search, SearchDifficulty, make_search, trace
 
 Family = Literal["chain", "search"]
@@ -45,7 +45,7 @@ class Difficulty:
 
 TRAINING = Difficulty()
 EVALUATION = Difficulty(
-    chain=ChainDifficulty(steps=(6, 8), digits=(2, 3)), search=SearchDifficulty(numbers=(4, 4))
+    chain=ChainDifficulty(steps=(12, 16), digits=(2, 4)), search=SearchDifficulty(numbers=(4, 4))
 )
 """The hard end of what the model is trained on."""
 
@@ -115,14 +115,14 @@ def make_problems(
     return list(found.values())
 
 
-def solution(problem: Chain | Search, draw: random.Random, difficulty: Difficulty) -> Worked:
-    """One worked solution of many, mistakes included where the difficulty asks for them."""
+def solution(problem: Chain | Search, draw: random.Random, difficulty: Difficulty) -> str:
+    """A worked solution: the one of a chain, one of many of a search."""
     if isinstance(problem, Chain):
-        return work(problem, draw, difficulty.chain.slips)
-    return Worked(trace(problem, draw, difficulty.search))
+        return work(problem)
+    return trace(problem, draw, difficulty.search)
 
 
-def training_example(draw: random.Random, difficulty: Difficulty) -> tuple[str, Worked]:
+def training_example(draw: random.Random, difficulty: Difficulty) -> tuple[str, str]:
     """A question of the training split and a worked solution."""
     family: Family = "chain" if draw.random() < difficulty.chain_share else "search"
     problem = make_problem(family, "train", draw, difficulty)

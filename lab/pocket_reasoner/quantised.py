@@ -23,7 +23,7 @@ def write_texts(path: Path, count: int, difficulty: Difficulty) -> None:
     """Write `count` worked calibration problems of each family, a JSON object a line."""
     draw = random.Random("quantiser texts")
     lines = [
-        json.dumps({"text": conversation(one.question, solution(one, draw, difficulty).text)})
+        json.dumps({"text": conversation(one.question, solution(one, draw, difficulty))})
         for family in FAMILIES
         for one in make_problems(family, "calibration", count, difficulty=difficulty, seed=1)
     ]

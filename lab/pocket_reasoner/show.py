@@ -34,13 +34,8 @@ from reset.evaluate.problems import Answer
 from reset.trace.page import write_page
 from reset.trace.record import Trace
 
-_STYLES = {
-    **dict.fromkeys((" ok", " yes"), "bold green"),
-    **dict.fromkeys((" wrong", " no"), "bold red"),
-    "back ": "yellow",
-    "check ": "dim",
-}
-"""Of the words by which a solution judges itself; each is one token."""
+_STYLES = {" yes": "bold green", " no": "bold red", "back ": "yellow"}
+"""Of the words by which a search judges itself; each is one token."""
 
 _CALIBRATION_PROBLEMS = 4  # of each family, for tau_0
 _CALIBRATION_TOKENS = 256  # of an answer there, at most: entropies count, not answers

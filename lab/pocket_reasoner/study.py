@@ -1,7 +1,7 @@
 """The study: BF16 and NVFP4 under every policy, on problems that nothing was chosen on.
 
-    python -m lab.pocket_reasoner.study --output runs/pocket              the full size, on a GPU
-    python -m lab.pocket_reasoner.study --output runs/pocket --quick      on a CPU, in 15 minutes
+    python -m lab.pocket_reasoner.study --output runs/pocket             the full size, on a GPU
+    python -m lab.pocket_reasoner.study --output runs/pocket --quick     two cores, under 15 minutes
 
 quantises the model (W4A16 and W4A4), finds tau_0 and the temperatures of each form on calibration
 problems, decodes evaluation problems in every arm, and compares. The folder then holds
@@ -130,6 +130,7 @@ def run(plan: Plan) -> dict[str, Any]:
         tau_0={name: facts["calibration"]["tau_0_nats"] for name, facts in measured.items()},
         device=plan.device,
         dtype=plan.dtype,
+        graphs=plan.graphs,
         figures=plan.figures,
         progress=_narrator(began),
     )
@@ -248,7 +249,7 @@ def parse(arguments: list[str] | None = None) -> Plan:
     has_gpu = torch.cuda.is_available()
     parser.add_argument("--model", type=Path, default=_MODEL, help="BF16 model folder")
     parser.add_argument("--output", type=Path, required=True, help="folder to make")
-    parser.add_argument("--quick", action="store_true", help="few problems: 15 minutes on a CPU")
+    parser.add_argument("--quick", action="store_true", help="few problems, for a CPU")
     parser.add_argument("--resume", action="store_true", help="go on with what is in --output")
     for name in asdict(Scale()):
         kind = float if name == "top_p" else int

@@ -18,7 +18,7 @@ _BREAKS = ("\n\n", "\n")
 _WORDS = (
     *("Start with ", ". Add ", ". Subtract ", ". Multiply by ", ". What is the result?"),
     *("Use ", " to make ", " for "),
-    *("check ", " ok", " wrong", "back ", " yes", " no", "\\boxed{"),
+    *("back ", " yes", " no", "\\boxed{"),
     # How `reset-run` asks for an answer unless told otherwise.
     *("Work through the problem step by step.", " Write the final answer inside "),
 )
@@ -55,13 +55,6 @@ TEMPLATE = (
 def encode_text(text: str) -> list[int]:
     """Token ids of ordinary text; marks of the template are not looked for in it."""
     return [IDS.get(piece, IDS[UNKNOWN]) for piece in _PIECE.findall(text)]
-
-
-def encode_spans(text: str) -> tuple[list[int], list[int]]:
-    """Token ids of ordinary text, and where each token starts in it."""
-    pieces = list(_PIECE.finditer(text))
-    unknown = IDS[UNKNOWN]
-    return [IDS.get(one[0], unknown) for one in pieces], [one.start() for one in pieces]
 
 
 def encode_prompt(question: str) -> list[int]:

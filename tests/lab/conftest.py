@@ -43,7 +43,7 @@ def toy_model(toy_folder) -> Any:
 
 SIZES = Sizes(hidden=64, intermediate=128, layers=2, heads=2, key_value_heads=1, head_dim=32)
 EASY = Difficulty(
-    chain=ChainDifficulty(steps=(1, 1), digits=(1, 1), slips=0.0),
+    chain=ChainDifficulty(steps=(1, 1), digits=(1, 1)),
     search=SearchDifficulty(numbers=(3, 3), insight=1.0),
     chain_share=0.9,
 )

@@ -24,7 +24,7 @@ def graded(text, problem, finish_reason="stop"):
 def test_worked_solutions_are_right(family):
     draw = random.Random(1)
     for problem in make_problems(family, "evaluation", 100):
-        assert graded(solution(problem, draw, EVALUATION).text, problem).correct
+        assert graded(solution(problem, draw, EVALUATION), problem).correct
 
 
 @pytest.mark.parametrize(

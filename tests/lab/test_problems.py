@@ -96,7 +96,7 @@ def test_what_is_printed_is_a_task_of_reset_run(tmp_path):
     draw = random.Random(1)
     with Grader() as grader:
         for problem, one in zip(task.problems, asked, strict=True):
-            worked = solution(one, draw, EVALUATION).text
+            worked = solution(one, draw, EVALUATION)
             assert grader.grade(Answer(worked, "stop", 1), problem).correct
             assert not grader.grade(Answer("\\boxed{1}", "stop", 1), problem).correct
 

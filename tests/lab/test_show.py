@@ -64,14 +64,14 @@ def test_each_family_has_its_trace_page(shown):
 def test_words_of_judgement_are_coloured():
     console = Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=80)
     writer = show.StepWriter(console)
-    for piece in ("check ", "6", " ok", "\n\n", "1", "\n", "2", " wrong", "\n\n", "\\boxed{", "7"):
+    for piece in ("back ", "6", " yes", "\n\n", "1", "\n", "2", " no", "\n\n", "\\boxed{", "7"):
         writer.push(piece)
     said = console.file.getvalue()
-    assert "\x1b[1;32m ok\x1b[0m\n" in said
-    assert "\x1b[1;31m wrong\x1b[0m\n" in said
+    assert "\x1b[1;32m yes\x1b[0m\n" in said
+    assert "\x1b[1;31m no\x1b[0m\n" in said
     assert "\x1b[1m7\x1b[0m" in said
     assert re.sub(r"\x1b\[[0-9;]*m", "", said) == (
-        "   1   check 6 ok\n   2   1\n       2 wrong\n   3   \\boxed{7"
+        "   1   back 6 yes\n   2   1\n       2 no\n   3   \\boxed{7"
     )
 
 

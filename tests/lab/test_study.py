@@ -10,10 +10,15 @@ import numpy as np
 import pytest
 from lab.pocket_reasoner import drawing, measure, study, tables
 from lab.pocket_reasoner.arms import ARMS, FIXED, candidates, choose, samples_of, study_arms
-from lab.pocket_reasoner.problems import FAMILIES
+from lab.pocket_reasoner.decode import BatchEngine
+from lab.pocket_reasoner.problems import FAMILIES, make_problems
 from lab.pocket_reasoner.quantised import quantise
 from lab.pocket_reasoner.results import compare_all
 from lab.pocket_reasoner.tables import BEGIN, END, NONE_YET, fill, markdown
+
+from reset.analyze.dump import Dump
+from reset.config import ReSETConfig
+from reset.evaluate.engines import Request
 
 ROOT = Path(__file__).parents[2]
 FLAGS = (
@@ -50,6 +55,27 @@ def test_every_model_and_arm_is_there(studied):
     assert len({facts["engine"]["model_sha256"] for facts in results["models"].values()}) == 3
     assert set(results["diagnostics"]["shift"]) == {"w4a16", "w4a4"}
     assert set(results["diagnostics"]["steps"]) == {"bf16", "w4a16", "w4a4"}
+
+
+def test_every_form_scores_the_answers_that_bf16_gave(studied):
+    plan, results = studied
+    dumps = [Dump.open(plan.output / f"dump-{name}") for name in results["models"]]
+    policy = ReSETConfig(policy="fixed", base_temp=0.6)
+    asked = [
+        Request((("user", problem.question),), number, policy, plan.scale.max_tokens)
+        for number, family in enumerate(FAMILIES)
+        for problem in make_problems(family, "evaluation", 3, difficulty=plan.difficulty)[:1]
+    ]
+    engine = BatchEngine.load(plan.model, rows=len(asked))
+    for number, decoded in engine.decode(asked):
+        records = [dump.read(number) for dump in dumps]
+        assert {tuple(one.token_id.tolist()) for one in records} == {decoded.ids}
+        assert {one.finish_reason for one in records} == {"given"}
+        # One pass over the whole answer sees what the decoder saw token by token.
+        seen = np.array(decoded.entropy_nats)
+        np.testing.assert_allclose(records[0].entropy_nats, seen, atol=1e-5)
+        assert np.abs(records[1].entropy_nats - seen).max() > 1e-3
+    assert [dump.total for dump in dumps] == [len(asked)] * 3
 
 
 def test_what_a_reader_gets(studied):
