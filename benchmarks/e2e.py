@@ -66,7 +66,11 @@ def main() -> None:
     parser.add_argument("--quantised-head", action="store_true", help="lm_head in NVFP4 too")
     parser.add_argument("--reset", help="folder of a tokenizer; decode with ReSET on, too")
     parser.add_argument(
-        "--reset-impl", nargs="+", default=["stock", "nvfp4r"], choices=("stock", "nvfp4r")
+        "--reset-impl",
+        nargs="+",
+        default=["stock", "nvfp4r"],
+        choices=("stock", "nvfp4r"),
+        help="which of them decode with ReSET too, if --reset is given",
     )
     parser.add_argument("--profile", type=Path)
     parser.add_argument("--start-timeout", type=float, default=300.0, help="seconds")

@@ -3,10 +3,11 @@
     python -m lab.pocket_reasoner.train --output lab/pocket_reasoner/model --minutes 8
 
 What to expect of one H200 (bfloat16 autocast, torch.compile): 6,275 steps of 64 rows x 1,024
-tokens, 411 million tokens, took 197 s on 2026-11-30, compilation and evaluations included; 16 s of
-them were spent waiting for the data of 8 processes. Eight minutes are then about a billion tokens,
-or 7 million examples of 144 tokens in the mean. One process makes half a million tokens a second.
-What was really waited for them is in the model card.
+tokens, 411 million tokens, took 197 s on 2026-11-30 (torch 2.11; with other chains than now, beside
+other jobs), compilation and evaluations included; 16 s of them were spent waiting for the data of 8
+processes. Eight minutes are then about a billion tokens, or 7 million examples of 144 tokens in the
+mean. One process makes half a million tokens a second. What was really waited for them is in the
+model card.
 
 How many steps fit is estimated from their speed, and lowered if they slow down, so that the
 learning rate ends at zero with the time; `--steps` fixes the number beforehand, for the same

@@ -46,7 +46,7 @@ def main() -> None:
 
 def run(job: dict[str, Any], vllm: Any, lines: list[str]) -> dict[str, Any]:
     from reset.vllm.log import logger
-    from reset.vllm.processor import ReSETLogitsProcessor
+    from tests.reset.vllm.recorder import Recorder
 
     class Lines(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
@@ -54,10 +54,9 @@ def run(job: dict[str, Any], vllm: Any, lines: list[str]) -> dict[str, Any]:
 
     rows: list[list[int]] = []
     came_back: list[int] = []
-    owners: dict[int, str] = {}
     built: list[Any] = []
 
-    class Recording(ReSETLogitsProcessor):
+    class Recording(Recorder):
         def __init__(self, *arguments: Any) -> None:
             built.append(self)
             super().__init__(*arguments)
@@ -73,17 +72,8 @@ def run(job: dict[str, Any], vllm: Any, lines: list[str]) -> dict[str, Any]:
 
         def decided(self, layout: Any, decision: Any) -> None:
             rows.append(layout.position.tolist())
-            for row, (slot, position) in enumerate(
-                zip(layout.slots.tolist(), layout.position.tolist(), strict=True)
-            ):
-                if slot >= 0:
-                    fields = [float(field[row]) for field in decision]
-                    records.setdefault(owners[slot], {})[position] = fields
+            super().decided(layout, decision)
 
-        def admitted(self, request: Any) -> None:
-            owners[request.slot] = request.identity
-
-    records: dict[str, dict[int, list[float]]] = {}
     options = dict(
         enforce_eager=True,
         max_model_len=512,
@@ -118,7 +108,7 @@ def run(job: dict[str, Any], vllm: Any, lines: list[str]) -> dict[str, Any]:
                     "tokens": [list(one.token_ids) for one in output.outputs],
                     "logprobs": [_logprobs(one.logprobs) for one in output.outputs],
                     "cached": output.num_cached_tokens,
-                    "records": records.get(identity, {}),
+                    "records": built[0].records.get(identity, {}) if built else {},
                 }
             )
         calls.append({"results": results})

@@ -1,4 +1,4 @@
-"""What vLLM loads into every rank: ReSET that keeps its decisions, and a call that tells them.
+"""What vLLM loads for tests: ReSET that keeps its decisions, and a call of a rank that tells them.
 
 Needs vLLM.
 """
