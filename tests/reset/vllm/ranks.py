@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -20,8 +20,8 @@ TOKENS = 32
 RANKS = 2
 
 
-def ask(model: Path, runs: int) -> list[dict[str, Any]]:
-    """What `rank_run` reports, run by run."""
+def ask(model: Path, runs: int, options: dict[str, Any]) -> list[dict[str, Any]]:
+    """What `rank_run` reports, run by run; `options` are more of those of the engine."""
     params = {
         "temperature": 0.7,
         "max_tokens": TOKENS,
@@ -34,7 +34,7 @@ def ask(model: Path, runs: int) -> list[dict[str, Any]]:
         "ranks": RANKS,
         "prompts": PROMPTS,
         "params": [{**params, "seed": index} for index in range(len(PROMPTS))],
-        "options": {"dtype": "bfloat16", "max_logprobs": VOCABULARY},
+        "options": {"dtype": "bfloat16", "max_logprobs": VOCABULARY, **options},
         "runs": runs,
     }
     path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -54,9 +54,11 @@ def ask(model: Path, runs: int) -> list[dict[str, Any]]:
 class RankChecks:
     """Tests for a subclass that says on what they run; vLLM shows the tokens of one rank only."""
 
+    OPTIONS: ClassVar[dict[str, Any]] = {}
+
     @pytest.fixture(scope="class")
     def runs(self, toy_folder) -> list[dict[str, Any]]:
-        return ask(toy_folder, runs=2)
+        return ask(toy_folder, runs=2, options=self.OPTIONS)
 
     def test_both_ranks_hold_the_same_bits(self, runs):
         """Decisions, sums, and all else that a request's history is made of."""
