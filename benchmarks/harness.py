@@ -46,13 +46,14 @@ def seconds(call: Callable[[], Any], *, repeats: int) -> dict[str, float]:
     return {"median_s": statistics.median(times), "slowest_s": max(times)}
 
 
-def record(bench: str, impl: str, **figures: Any) -> None:
+def record(bench: str, impl: str, facts: dict[str, Any] | None = None, /, **figures: Any) -> None:
     """Print one measurement and append it to results/<bench>.jsonl.
 
     Names carry their unit (`median_us`, `gb_per_s`). Floats are kept to four significant digits.
+    `facts` stand for those of this machine where the figures were taken on another.
     """
     rounded = {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in figures.items()}
-    line = {"bench": bench, "impl": impl, **rounded, **machine()}
+    line = {"bench": bench, "impl": impl, **rounded, **(facts or machine())}
     RESULTS.mkdir(exist_ok=True)
     with (RESULTS / f"{bench}.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
@@ -65,9 +66,7 @@ def machine() -> dict[str, Any]:
     has_gpu = torch.cuda.is_available()
     return {
         "gpu": torch.cuda.get_device_name() if has_gpu else None,
-        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-        if has_gpu
-        else None,
+        "driver": _driver() if has_gpu else None,
         "cpu": _cpu_name(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
@@ -77,6 +76,11 @@ def machine() -> dict[str, Any]:
         "date": date.today().isoformat(),
         "command": " ".join(["python", *sys.argv]),
     }
+
+
+def _driver() -> str | None:
+    told = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return told.splitlines()[0] if told else None  # one line for each GPU, all the same
 
 
 def _version(package: str) -> str | None:

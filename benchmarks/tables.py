@@ -18,6 +18,7 @@ from typing import Any
 from table_e2e import e2e_table, plot_e2e, reset_table
 from table_linear import linear_table, plot_linear
 from table_prologue import prologue_table
+from table_timeline import timeline_table
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -26,6 +27,7 @@ IMAGES = ROOT / "docs" / "images"
 AHEAD_OF = "## Goals not measured yet\n"
 SECTIONS = {
     "e2e": "## Decoding in vLLM from end to end\n\n![time per output token](images/e2e.svg)\n",
+    "timeline": "### What a token's time is made of\n",
     "reset_vllm": "## ReSET in vLLM\n",
 }
 
@@ -211,7 +213,12 @@ def render(document: str) -> str:
     tables = {bench: table(bench) for bench in TABLES}
     tables["linear"] = linear_table(read_lines("linear"))
     tables["prologue"] = prologue_table(read_lines("prologue"))
-    for bench, write in (("e2e", e2e_table), ("reset_vllm", reset_table)):
+
+    def whole_step(lines: list[Line]) -> str:
+        return timeline_table(lines, read_lines("linear"), read_lines("e2e"))
+
+    written = {"e2e": e2e_table, "timeline": whole_step, "reset_vllm": reset_table}
+    for bench, write in written.items():
         if (RESULTS / f"{bench}.jsonl").exists():
             document = with_section(document, bench)
             tables[bench] = write(read_lines(bench))
