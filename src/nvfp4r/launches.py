@@ -177,13 +177,11 @@ def _run_once(plan: Plan, x: Tensor, layer: Layer, y: Tensor, prologue: int) -> 
 
 
 def _run_large(plan: Plan, x: Tensor, layer: Layer, y: Tensor, prologue: int) -> None:
-    """The product; unless it is direct, after a launch that brings x into the order of the kernel,
-    prepared on the way."""
+    """Two launches: x into the order of the kernel, prepared on the way, then the product."""
     assert isinstance(plan.split, LargeSplit)
     M, K = x.shape
     input_scale = 0 if layer.input_scale is None else layer.input_scale.data_ptr()
-    if not plan.split.direct:
-        x = _arranged(x, input_scale, prologue)
+    x = _arranged(x, input_scale, prologue)
     argument = _LARGE.pack(
         layer.tiles.data_ptr(),
         x.data_ptr(),

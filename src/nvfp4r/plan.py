@@ -187,8 +187,7 @@ def plan_with(
     if isinstance(split, LargeSplit):
         return Plan(
             path="large",
-            kernel=f"linear_large_{order}_n{split.token_groups}_r{split.held}"
-            + ("_direct" if split.direct else ""),
+            kernel=f"linear_large_{order}_n{split.token_groups}_r{split.held}",
             grid=split.clusters * split.cluster,
             threads=split.threads,
             depth=split.depth,
@@ -198,7 +197,6 @@ def plan_with(
             cluster=split.cluster,
             x_depth=split.x_depth,
             split=split,
-            apart=quantised and split.direct,
         )
     return Plan(
         path="medium",
@@ -229,8 +227,6 @@ def _large_plan(M: int, N: int, K: int, order: str, device: DeviceFacts, quantis
         f"{split.held * LARGE_WARPS} tiles x {8 * split.token_groups} tokens, K shared by "
         f"{split.cluster} CTAs"
     )
-    if split.direct:
-        reason += ", x arranged on the way"
     return plan_with(split, M, N, K, order, device, quantised, reason=reason)
 
 

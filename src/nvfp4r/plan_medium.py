@@ -57,7 +57,8 @@ _LONG_K = 8192  # from here on more CTAs share the K of a tile
 _BARRIER_BYTES = 8
 _UNIT_BYTES = 2304  # of a row tile and 256 columns
 _TOKEN_BYTES = 528  # of x: a token's 256 columns
-_SUM_BYTES = 80  # of a row tile and token
+_SUM_BYTES = 64  # of a row tile and token
+_TOKEN_SUM_BYTES = 16  # more of a token, for the banks
 # (stages of weights, stages of x), the best first, if an SM shall hold two CTAs or one.
 _DEPTHS_OF_TWO = ((2, 3), (2, 2))
 _DEPTHS_OF_ONE = ((3, 3), (2, 3), (2, 2), (1, 2), (1, 1))
@@ -87,7 +88,8 @@ class MediumSplit:
         x_bytes = token_groups(M) * 8 * _TOKEN_BYTES
         rings = self.depth * tiles * _UNIT_BYTES + self.x_depth * x_bytes
         barriers = 2 * self.x_depth + MEDIUM_WARPS * (self.depth + 1)
-        return rings + tiles * M * _SUM_BYTES + barriers * _BARRIER_BYTES
+        sums = M * (tiles * _SUM_BYTES + _TOKEN_SUM_BYTES)
+        return rings + sums + barriers * _BARRIER_BYTES
 
 
 def medium_split(

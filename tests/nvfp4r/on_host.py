@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nvfp4r.jit import kernel_sources
-from nvfp4r.launches import _ARRANGE, _LARGE
+from nvfp4r.launches import _ARRANGE
 
 HOST = Path(__file__).parent / "host"
 
@@ -85,54 +85,3 @@ class ArrangeOnHost:
         bits = self._descriptor(address)
         low, leading, stride = bits & 0x3FFF, bits >> 16 & 0x3FFF, bits >> 32 & 0x3FFF
         return 16 * low, 16 * leading, 16 * stride, bits >> 62
-
-
-class LargeXOnHost:
-    """`arrange_x` of kernels/large_x.cuh.
-
-    Args:
-        folder: an empty one.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        sources = ("quantize.cuh", "linear_args.cuh", "large_work.cuh", "large_x.cuh", "wgmma.cuh")
-        library = compiled("large_x.cpp", folder, *sources)
-        self._arrange = library.arrange_x_on_host
-        self._arrange.argtypes = [ctypes.c_char_p, *[ctypes.c_int] * 4, *[ctypes.c_void_p] * 2]
-        self._arrange.restype = None
-        self.argument_bytes: int = library.argument_bytes()
-
-    def __call__(
-        self,
-        x: Tensor,
-        groups: int,
-        depth: int,
-        *,
-        row_units: int = 1,
-        rank: int = 0,
-        size: int = 1,
-        clusters: int = 1,
-    ) -> tuple[Tensor, list[int], list[int]]:
-        """What a block, of the first cluster, leaves of x [M, K] in its ring.
-
-        Args:
-            groups: tokens / 8 of a unit.
-            depth: stages of the ring.
-            row_units, clusters: parts of the rows, and who shares the units.
-            rank, size: of the block in its cluster.
-
-        Returns:
-            [depth, groups, 512] in x's dtype, NaN where nothing was written; arrivals at each full
-            barrier; the parity of the last wait for each empty one.
-        """
-        M, K = x.shape
-        guarded = torch.full((depth * groups * 512 + 512,), float("nan"), dtype=x.dtype)
-        seen = torch.zeros(2 * depth, 2, dtype=torch.int32)
-        sizes = (M, 16 * row_units, K, row_units, -(-K // 128), 1, depth, row_units)
-        argument = _LARGE.pack(0, x.data_ptr(), 0, 0, 0, 0, *sizes)
-        where = (guarded.data_ptr(), seen.data_ptr())
-        self._arrange(argument, groups, rank, size, clusters, *where)
-        ring, guard = guarded[:-512], guarded[-512:]
-        assert bool(guard.isnan().all()), "written beyond the end"
-        arrivals, parities = seen[:depth, 0].tolist(), seen[depth:, 1].tolist()
-        return ring.view(depth, groups, 512), arrivals, parities

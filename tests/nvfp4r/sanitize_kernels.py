@@ -21,7 +21,7 @@ from nvfp4r.ops import linear
 from nvfp4r.packed import pack
 
 EVERY_LANE = "-DNVFP4R_EVERY_LANE_ARRIVES=1"
-# N, K and how many tokens. 4299 x 1040 with 64 is a matrix whose x linear_large arranges itself.
+# N, K and how many tokens; with 64 of them CTAs share the K of 4299 x 1040.
 CASES = (
     (333, 272, (1, 2, 8, 16, 40, 64, 65, 200)),
     (24, 3696, (1, 2, 8, 16, 40, 65)),

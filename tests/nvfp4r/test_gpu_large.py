@@ -14,15 +14,15 @@ import torch
 from nvfp4r.launches import required_facts, run_plan, run_prologue
 from nvfp4r.ops import gemm, linear
 from nvfp4r.plan import choose_plan, plan_with
-from nvfp4r.plan_large import DIRECT_HELD, LARGE_HELD, LargeSplit
+from nvfp4r.plan_large import LARGE_HELD, LargeSplit
 from tests.nvfp4r.layer_truth import MODES, layer_truth, random_layer, random_x
 
 pytestmark = pytest.mark.gpu
 
 DTYPES = [torch.bfloat16, torch.float16]
 TOKENS = [33, 64, 65, 66, 127, 128, 129, 200, 257, 384, 511, 1024, 1025, 4097]
-DIRECT = (4299, 5120)  # on 132 SMs direct up to 128 tokens (test_plan_large.py)
-SHAPES = [(7, 16), (8, 80), (1001, 80), (1000, 3696), DIRECT]
+TALL = (4299, 5120)  # more row tiles than two for every SM of an H200, the last with 11 rows
+SHAPES = [(7, 16), (8, 80), (1001, 80), (1000, 3696), TALL]
 
 
 @pytest.fixture
@@ -74,12 +74,11 @@ def test_unpacking_agrees_within_both_bounds(mode, dtype):
     assert bool(((one.double() - other.double()).abs() <= 2 * truth.limit).all())
 
 
-def ring(variant: tuple[int, int, int, bool], shared_bytes: int) -> tuple[int, int] | None:
+def ring(variant: tuple[int, int, int], shared_bytes: int) -> tuple[int, int] | None:
     """Stages of weights and of x that such a kernel has room for."""
-    groups, held, cluster, direct = variant
-    few = () if direct else ((1, 3), (1, 2))
-    for depth, x_depth in ((3, 6), (2, 5), (2, 4), (1, 4), *few):
-        split = LargeSplit(groups, held, 1, cluster, 1, depth, x_depth, direct)
+    groups, held, cluster = variant
+    for depth, x_depth in ((3, 6), (2, 5), (2, 4), (1, 4), (1, 3), (1, 2)):
+        split = LargeSplit(groups, held, 1, cluster, 1, depth, x_depth)
         if split.shared_bytes <= shared_bytes:
             return depth, x_depth
     return None
@@ -88,11 +87,10 @@ def ring(variant: tuple[int, int, int, bool], shared_bytes: int) -> tuple[int, i
 SHARED_BYTES = 232_448  # of a CTA where linear_large is built
 VARIANTS = [
     variant
-    for direct, built in ((False, LARGE_HELD), (True, DIRECT_HELD))
-    for groups, helds in built.items()
+    for groups, helds in LARGE_HELD.items()
     for held in helds
     for cluster in (1, 2, 4, 8)
-    if ring(variant := (groups, held, cluster, direct), SHARED_BYTES)
+    if ring(variant := (groups, held, cluster), SHARED_BYTES)
 ]
 
 
@@ -101,9 +99,9 @@ VARIANTS = [
 def test_every_kernel_and_cluster(facts, variant, dtype):
     """63 row tiles, the last with an odd number of rows; 15 chunks of K, the last of them short; a
     unit of tokens that is not full, alone and after a full one. All kernels with so many CTAs in a
-    cluster add in one order, whatever the units, whoever takes them and whoever arranges x."""
+    cluster add in one order, whatever the units and whoever takes them."""
     N, K, tiles = 1001, 3696, 63
-    groups, held, cluster, direct = variant
+    groups, held, cluster = variant
     depth, x_depth = ring(variant, SHARED_BYTES)
     weight, layer = random_layer(N, K, dtype)
     fewest = -(-tiles // (8 * held))
@@ -114,7 +112,7 @@ def test_every_kernel_and_cluster(facts, variant, dtype):
         assert layer_truth(x, weight, layer).excess(expected) <= 1
         for units in (fewest, fewest + 5):
             for clusters in (1, 3, 40):  # fewer than units of work, and more
-                split = LargeSplit(groups, held, units, cluster, clusters, depth, x_depth, direct)
+                split = LargeSplit(groups, held, units, cluster, clusters, depth, x_depth)
                 y = run_plan(planned(split, M, layer, facts), x, layer)
                 assert torch.equal(y, expected), f"{split}, {M} tokens"
 
@@ -123,16 +121,15 @@ def planned(split, M, layer, facts):
     return plan_with(split, M, layer.N, layer.K, layer.order, facts, layer.prepares, reason="")
 
 
-@pytest.mark.parametrize("depths", [(1, 4), (2, 5), (3, 7), (2, 10)])
-@pytest.mark.parametrize("groups", DIRECT_HELD)
-def test_rings_of_any_depth_give_the_same_bits(facts, groups, depths):
-    """58 stages of x and three units after each other: every pair of warps meets every slot."""
+@pytest.mark.parametrize("depths", [(1, 2), (1, 4), (2, 5), (3, 3)])
+@pytest.mark.parametrize(("groups", "held"), [(8, 2), (16, 1), (32, 1)])
+def test_rings_of_any_depth_give_the_same_bits(facts, groups, held, depths):
+    """58 stages of x and three units after each other."""
     _, layer = random_layer(1001, 3696, torch.bfloat16)
-    (held,) = DIRECT_HELD[groups]
     for M in (3, 8 * groups):
         x = random_x(M, 3696, torch.bfloat16)
         expected = run_plan(planned(LargeSplit(8, 1, 63, 1, 8, 2, 4), M, layer, facts), x, layer)
-        split = LargeSplit(groups, held, 9, 1, 3, *depths, direct=True)
+        split = LargeSplit(groups, held, 9, 1, 3, *depths)
         plan = planned(split, M, layer, facts)
         for _ in range(20):
             assert torch.equal(run_plan(plan, x, layer), expected)
@@ -144,10 +141,9 @@ def test_rings_of_any_depth_give_the_same_bits(facts, groups, depths):
     "split",
     [
         LargeSplit(8, 1, 2, 8, 1, 2, 4),
-        LargeSplit(8, 2, 2, 8, 1, 2, 4, direct=True),
-        LargeSplit(16, 1, 2, 8, 1, 1, 4, direct=True),
+        LargeSplit(16, 1, 2, 8, 1, 1, 4),
     ],
-    ids=["arranged", "direct 8", "direct 16"],
+    ids=["8", "16"],
 )
 def test_blocks_without_a_part_of_k(facts, split, K, dtype):
     """Eight CTAs share what is enough for one or two."""
@@ -161,7 +157,7 @@ def test_blocks_without_a_part_of_k(facts, split, K, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mode", ["W4A4", "rotated", "rotated W4A4"])
 @pytest.mark.parametrize("M", [33, 65, 257])
-@pytest.mark.parametrize(("N", "K"), [(1001, 208), DIRECT])
+@pytest.mark.parametrize(("N", "K"), [(1001, 208), TALL])
 def test_x_prepared_on_its_way_is_x_prepared_before_bit_for_bit(facts, N, K, M, mode, dtype):
     _, layer = random_layer(N, K, dtype, mode)
     x = random_x(M, K, dtype)
@@ -175,19 +171,22 @@ RANGES = [
     (SMALL, (33, 34, 40, 48)),
     (SMALL, (49, 50, 56, 64)),
     (SMALL, (65, 66, 96, 127, 128)),
-    (SMALL, (129, 192, 193, 257, 1000, 1025, 4097)),
+    (SMALL, (129, 192, 193, 256)),
+    (SMALL, (257, 384, 385, 1000, 1025, 4097)),
     (WIDE, (33, 34, 48, 49, 63, 64)),
     (WIDE, (65, 66, 96, 127, 128)),
-    (WIDE, (129, 192, 193, 257, 1000, 1025)),
-    (DIRECT, (33, 34, 48, 49, 63, 64)),
-    (DIRECT, (65, 66, 96, 127, 128)),
+    (WIDE, (129, 192, 193, 256)),
+    (WIDE, (257, 384, 385, 1000, 1025)),
+    (TALL, (33, 34, 48, 49, 63, 64)),
+    (TALL, (65, 66, 96, 127, 128)),
+    (TALL, (129, 192, 193, 256)),
 ]
 
 
 @pytest.mark.parametrize("mode", ["W4A16", "rotated W4A4"])
 @pytest.mark.parametrize(("shape", "tokens"), RANGES)
 def test_k7_a_row_does_not_depend_on_its_neighbours(facts, shape, tokens, mode):
-    """Within a range of tokens; all above 128 are one."""
+    """Within a range of tokens; all above 256 are one."""
     N, K = shape
     _, layer = random_layer(N, K, torch.bfloat16, mode)
     x = random_x(tokens[-1], K, torch.bfloat16)
@@ -199,7 +198,7 @@ def test_k7_a_row_does_not_depend_on_its_neighbours(facts, shape, tokens, mode):
 
 @pytest.mark.parametrize("mode", ["W4A16", "W4A4"])
 @pytest.mark.parametrize("M", [33, 65, 129, 200, 257, 1025])
-@pytest.mark.parametrize(("N", "K"), [(7, 16), (8, 16), (1001, 80), (1000, 192), DIRECT])
+@pytest.mark.parametrize(("N", "K"), [(7, 16), (8, 16), (1001, 80), (1000, 192), TALL])
 def test_every_output_is_written_and_nothing_beside_it(facts, N, K, M, mode):
     """Guard rows around y, and NaN in y before."""
     _, layer = random_layer(N, K, torch.bfloat16, mode)
@@ -222,7 +221,7 @@ def test_rows_beyond_n_do_not_matter(M):
 
 
 @pytest.mark.parametrize("M", [33, 65, 129, 300, 1025])
-@pytest.mark.parametrize(("N", "K"), [(24, 48), DIRECT])
+@pytest.mark.parametrize(("N", "K"), [(24, 48), TALL])
 def test_a7_nothing_is_read_from_padding(N, K, M):
     """Memory that held NaN before: the arranged x, y, and shared memory of a kernel before."""
     weight, layer = random_layer(N, K, torch.bfloat16)
@@ -235,7 +234,7 @@ def test_a7_nothing_is_read_from_padding(N, K, M):
 
 
 @pytest.mark.parametrize("M", [40, 100, 300])
-@pytest.mark.parametrize(("N", "K"), [(1001, 208), DIRECT])
+@pytest.mark.parametrize(("N", "K"), [(1001, 208), TALL])
 def test_a_bad_row_stays_alone(N, K, M):
     _, layer = random_layer(N, K, torch.bfloat16)
     x = random_x(M, K, torch.bfloat16)
@@ -260,7 +259,7 @@ def test_more_tokens_than_a_launch_takes(facts, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("M", "N", "K"), [(64, 1000, 3696), (512, 1000, 3696), (64, *DIRECT)])
+@pytest.mark.parametrize(("M", "N", "K"), [(64, 1000, 3696), (512, 1000, 3696), (64, *TALL)])
 def test_graph_replay_sees_new_activations(M, N, K, mode):
     """The arranged x is a buffer of the graph; every replay fills it anew."""
     _, layer = random_layer(N, K, torch.bfloat16, mode)
@@ -280,7 +279,7 @@ def test_graph_replay_sees_new_activations(M, N, K, mode):
             assert torch.equal(again, wanted)
 
 
-@pytest.mark.parametrize(("N", "K"), [(40, 80), DIRECT])
+@pytest.mark.parametrize(("N", "K"), [(40, 80), TALL])
 def test_x_that_starts_between_16_bytes(N, K):
     weight, layer = random_layer(N, K, torch.bfloat16)
     x = random_x(101, K, torch.bfloat16)

@@ -277,11 +277,11 @@ def test_the_package_asks_for_its_own_sources(tmp_path, monkeypatch):
 
     monkeypatch.setattr(cache, "cached_cubin", recording)
     monkeypatch.setenv("NVFP4R_CACHE_DIR", str(tmp_path))
-    assert cache.cubin_for(HOPPER) == b"cubin"
+    assert cache.cubin_for(HOPPER, ("-DSOME=1",)) == b"cubin"
     assert asked == {
         "target": HOPPER,
         "sources": kernel_sources(),
         "entry": "nvfp4r.cu",
-        "options": (),
+        "options": ("-DSOME=1",),
         "folder": tmp_path,
     }

@@ -5,8 +5,10 @@ The driver's functions are recorded; its structures and error codes are the real
 
 import ctypes
 import struct
+import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from cuda.bindings import driver as cuda
@@ -235,7 +237,7 @@ def test_nothing_is_loaded_during_a_capture(machine, monkeypatch):
 
 
 def test_each_device_gets_the_code_of_its_family(machine, monkeypatch):
-    monkeypatch.setattr(module, "cubin_for", lambda target: target.sm.encode())
+    monkeypatch.setattr(module, "cubin_for", lambda target, options: target.sm.encode())
     capabilities = {0: (12, 1), 1: (8, 6), 2: (11, 0)}
     monkeypatch.setattr(module.torch.cuda, "get_device_capability", capabilities.get)
     store = ModuleStore(module._load_package_kernels)
@@ -244,6 +246,33 @@ def test_each_device_gets_the_code_of_its_family(machine, monkeypatch):
     assert [call[1] for call in machine.calls if call[0] == "load"] == [b"sm_121a", b"sm_86"]
     with pytest.raises(UnsupportedGPUError, match=r"capability 11\.0"):
         store.get(2)
+
+
+@pytest.mark.parametrize(
+    ("config", "variable", "late"),
+    [
+        (None, None, False),
+        (None, "0", False),
+        (None, "1", True),
+        (SimpleNamespace(triton=SimpleNamespace(enable_pdl=True)), "0", True),
+        (SimpleNamespace(triton=SimpleNamespace(enable_pdl=False)), "1", False),
+        (SimpleNamespace(triton=SimpleNamespace()), "1", False),  # a torch that cannot
+    ],
+)
+def test_the_trigger_is_late_where_inductor_starts_kernels_early(
+    machine, monkeypatch, config, variable, late
+):
+    monkeypatch.delenv("TORCHINDUCTOR_ENABLE_PDL", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("TORCHINDUCTOR_ENABLE_PDL", variable)
+    monkeypatch.delitem(sys.modules, "torch._inductor.config", raising=False)
+    if config is not None:
+        monkeypatch.setitem(sys.modules, "torch._inductor.config", config)
+    given = []
+    monkeypatch.setattr(module, "cubin_for", lambda target, options: given.append(options) or b"")
+    monkeypatch.setattr(module.torch.cuda, "get_device_capability", lambda index: (9, 0))
+    module._load_package_kernels(0)
+    assert given == [(module.LATE_TRIGGER,) if late else ()]
 
 
 def test_threads_share_one_module_per_device():

@@ -14,8 +14,9 @@ from nvfp4r.jit import (
     resources,
     target_named,
 )
+from nvfp4r.jit.module import LATE_TRIGGER
 from nvfp4r.plan import DeviceFacts, choose_plan
-from nvfp4r.plan_large import DIRECT_HELD, LARGE_HELD, LARGE_WARPS, LargeSplit
+from nvfp4r.plan_large import LARGE_HELD, LARGE_WARPS, LargeSplit
 
 # How many CTAs of a kernel an SM must hold, as in nvfp4r.cu: plan.py counts on them. With the
 # 65,536 registers of an SM that is a ceiling for each. By what comes before and after the dtype.
@@ -36,9 +37,8 @@ CTAS_PER_SM = {
     "unpack": 4,
 }
 LARGE = {
-    f"large_n{groups}_r{held}{suffix}": (groups, held, bool(suffix))
-    for suffix, built in (("", LARGE_HELD), ("_direct", DIRECT_HELD))
-    for groups, helds in built.items()
+    f"large_n{groups}_r{held}": (groups, held)
+    for groups, helds in LARGE_HELD.items()
     for held in helds
 }
 WITH_WGMMA = {"arrange": 4} | dict.fromkeys(LARGE, 1)
@@ -54,8 +54,7 @@ def threads_of(kind: str) -> int:
         warps, shared_x = re.fullmatch(r"small_w(\d+)(_s)?", kind).groups()
         return 32 * (int(warps) + (2 if shared_x else 1))
     if kind.startswith("large"):
-        groups, held, direct = LARGE[kind]
-        return LargeSplit(groups, held, 1, 1, 1, 1, 2, direct).threads
+        return LargeSplit(*LARGE[kind], 1, 1, 1, 1, 2).threads
     return 320 if kind.startswith("medium") else 256
 
 
@@ -69,13 +68,13 @@ def target(request):
     return target_named(request.param)
 
 
-def compiled(target, sources, entry, told):
+def compiled(target, sources, entry, told, options=()):
     """A cubin; what ptxas says of wgmma and setmaxnreg goes to stderr, not to the log: `told`."""
     stderr = os.dup(2)
     with told.open("wb") as file:
         os.dup2(file.fileno(), 2)
         try:
-            cubin = compile_cubin(target, sources, entry)
+            cubin = compile_cubin(target, sources, entry, options)
         finally:
             os.dup2(stderr, 2)
             os.close(stderr)
@@ -109,6 +108,19 @@ def test_wgmma_runs_as_it_is_written(build):
     assert build[1] == ""
 
 
+def test_a_late_trigger_costs_no_registers(tmp_path):
+    """The build for GPUs on which torch.compile's kernels start early."""
+    target = target_named("90a")
+    cubin, told = compiled(target, kernel_sources(), ENTRY, tmp_path / "stderr", (LATE_TRIGGER,))
+    assert told == ""
+    ctas = CTAS_PER_SM | WITH_WGMMA
+    for name, used in resources(cubin).items():
+        assert (used.spill_bytes, used.stack_bytes) == (0, 0), name
+        kind = kind_of(name)
+        taken = ctas[kind] * allocated_registers(used.registers, threads_of(kind))
+        assert taken <= REGISTERS_PER_SM, f"{name}: {used.registers} registers"
+
+
 DROPPED = (
     """extern "C" __global__ void k() { asm volatile("setmaxnreg.dec.sync.aligned.u32 40;"); }"""
 )
@@ -137,43 +149,36 @@ def constant(source: str, pattern: str) -> tuple[int, ...]:
 
 
 def moves_registers(kind: str) -> bool:
-    (limit,) = constant("large_work.cuh", r"return direct \|\| NT \* RT > (\d+);")
-    groups, held, direct = LARGE[kind]
-    return direct or groups * held > limit
+    pattern = r"bool moves_registers\(int NT, int RT\) \{ return NT \* RT > (\d+); \}"
+    (limit,) = constant("large_work.cuh", pattern)
+    groups, held = LARGE[kind]
+    return groups * held > limit
 
 
 def test_registers_that_move_between_warpgroups_are_those_of_the_launch(target, kernels):
     """What setmaxnreg leaves to all warpgroups together must fit what the CTA was given, or the
     second one waits for ever."""
-    numbers = constant(
-        "linear_large.cuh",
-        r"kFew = DIRECT \? (\d+) : (\d+), kMany = DIRECT \? (\d+) : (\d+);",
-    )
-    assert all(number % 8 == 0 for number in numbers)  # as the instruction takes them
-    multiplying = 32 * LARGE_WARPS
+    (few,) = constant("linear_large.cuh", r"setmaxnreg\.dec\.sync\.aligned\.u32 (\d+);")
+    (many,) = constant("linear_large.cuh", r"setmaxnreg\.inc\.sync\.aligned\.u32 (\d+);")
+    assert few % 8 == many % 8 == 0  # as the instruction takes them
+    multiplying, others = 32 * LARGE_WARPS, 128
     moving = [n for n in kernels if kind_of(n) in LARGE and moves_registers(kind_of(n))]
     assert bool(moving) is target.has_wgmma
     for name in moving:
-        threads = threads_of(kind_of(name))
-        assert threads % 128 == 0  # whole warpgroups
-        few, many = numbers[::2] if LARGE[kind_of(name)][2] else numbers[1::2]
-        given = allocated_registers(kernels[name].registers, threads)
-        taken = few * (threads - multiplying) + many * multiplying
-        assert taken <= given <= REGISTERS_PER_SM, name
+        assert threads_of(kind_of(name)) == multiplying + others  # whole warpgroups
+        given = allocated_registers(kernels[name].registers, multiplying + others)
+        assert few * others + many * multiplying <= given <= REGISTERS_PER_SM, name
         assert few < kernels[name].registers < many
 
 
 def test_threads_of_a_plan_are_those_of_the_source():
     """plan_large.py and large_work.cuh say both how many warps there are beside those that
-    multiply: one, or a warpgroup that gives registers away, or those that arrange x."""
+    multiply: one, or a warpgroup that gives registers away."""
     assert constant("large_work.cuh", r"int kLargeWarps = (\d+);") == (LARGE_WARPS,)
-    whole, one = constant(
-        "large_work.cuh", r"\(moves_registers\(NT, RT, false\) \? (\d+) : (\d+)\)"
-    )
-    (arranging,) = constant("large_work.cuh", r"int kDirectWarps = (\d+);")
-    assert (whole, one, arranging) == (128, 32, 8)
-    for kind, (_, _, direct) in LARGE.items():
-        more = 32 * arranging if direct else whole if moves_registers(kind) else one
+    whole, one = constant("large_work.cuh", r"\(moves_registers\(NT, RT\) \? (\d+) : (\d+)\)")
+    assert (whole, one) == (128, 32)
+    for kind in LARGE:
+        more = whole if moves_registers(kind) else one
         assert threads_of(kind) == 32 * LARGE_WARPS + more
 
 

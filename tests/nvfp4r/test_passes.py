@@ -144,8 +144,8 @@ def large_launched(launched, monkeypatch):
     return launched
 
 
-def run_large(layer: Layer, direct: bool) -> None:
-    split = LargeSplit(8, 2, 2, 1, 1, 2, 4, direct)
+def run_large(layer: Layer) -> None:
+    split = LargeSplit(8, 2, 2, 1, 1, 2, 4)
     device = replace(H200, has_wgmma=True)
     plan = plan_with(split, 40, N, K, "bf16", device, layer.prepares, reason="")
     run_plan(plan, torch.full((40, K), RAW).bfloat16(), layer)
@@ -155,18 +155,8 @@ def run_large(layer: Layer, direct: bool) -> None:
 def test_linear_large_is_given_x_arranged_and_prepared_on_the_way(
     large_launched, rotates, rounds, bits
 ):
-    run_large(layer_that(rotates, rounds), direct=False)
+    run_large(layer_that(rotates, rounds))
     assert large_launched == [
         ("arrange", (40, K), bits),
         ("linear_large_bf16_n8_r2", (3, 5, 512)),
     ]
-
-
-@pytest.mark.parametrize(("rotates", "rounds"), [(0, 0), (1, 0), (1, 1)])
-def test_a_direct_linear_large_is_given_x_as_it_is_or_prepared_before(
-    large_launched, rotates, rounds
-):
-    layer = layer_that(rotates, rounds)
-    run_large(layer, direct=True)
-    before = [("quantize", RAW, layer.input_scale, layer.rotation)] if layer.prepares else []
-    assert large_launched == [*before, ("linear_large_bf16_n8_r2_direct", (40, K))]

@@ -11,7 +11,6 @@ import pytest
 from nvfp4r.jit import kernel_sources
 from nvfp4r.plan import DeviceFacts, SmallSplit, choose_plan, plan_with
 from nvfp4r.plan_large import (
-    DIRECT_HELD,
     LARGE_HELD,
     LARGE_WARPS,
     MAX_LARGE_M,
@@ -58,8 +57,7 @@ def test_every_shape_has_a_legal_plan(N, K, device):
         split = plan.split
         assert (plan.path, plan.passes, plan.pdl) == ("large", 1, True)
         assert large_fault(split, M, tiles) is None
-        suffix = "_direct" if split.direct else ""
-        assert plan.kernel == f"linear_large_f16_n{split.token_groups}_r{split.held}{suffix}"
+        assert plan.kernel == f"linear_large_f16_n{split.token_groups}_r{split.held}"
         assert (plan.cluster, plan.depth, plan.x_depth) == (
             *(split.cluster, split.depth, split.x_depth),
         )
@@ -97,53 +95,16 @@ def test_shared_memory_holds_what_the_kernel_puts_there(groups, held, cluster, d
     weights_full = full + 8 * x_depth + 8 * x_depth
     end = (weights_full + 8 * LARGE_WARPS * depth + 127) & ~127
     if cluster > 1:
-        end += LARGE_WARPS * held * (8 * groups) * 20 * 4
+        end += 8 * groups * (16 * LARGE_WARPS * held + 4) * 4  # kTokenSums
+    else:
+        end += LARGE_WARPS * 1024  # kStoreBytes
     assert split.shared_bytes == end
-
-
-@pytest.mark.parametrize(
-    ("tiles", "K", "M", "direct"),
-    [
-        (265, 1024, 33, True),
-        (320, 25_600, 64, True),
-        (448, 5120, 64, True),  # 28 clusters x 16 tiles
-        (449, 5120, 64, False),
-        (320, 1008, 64, False),  # too little for four CTAs
-        (256, 12_288, 65, True),
-        (256, 12_304, 65, False),
-        (264, 5136, 128, True),
-        (265, 5136, 128, False),
-        (265, 5120, 128, True),
-        (396, 5120, 128, True),
-        (397, 5120, 128, False),
-        (133, 5120, 128, True),
-        (133, 5104, 128, False),
-        (132, 5120, 128, False),  # few tiles: more CTAs share K
-        (256, 5120, 129, False),
-    ],
-)
-def test_where_the_kernel_arranges_x_itself(tiles, K, M, direct):
-    """On an H200; a part of the rows for each cluster."""
-    plan = choose_plan(M, 16 * tiles, K, "bf16", H200)
-    split = plan.split
-    assert split.direct == direct
-    assert plan.reason.endswith("x arranged on the way") == direct
-    if direct:
-        assert split.threads == 512
-        assert (split.token_groups, split.held, split.cluster, split.clusters) == (
-            (8, 2, 4, 28) if M <= 64 else (16, 1, 2, 66)
-        )
-        assert split.row_units == split.clusters
-
-
-def test_a_shape_of_the_gpu_tests_is_direct():
-    assert all(choose_plan(M, 4299, 5120, "bf16", H200).split.direct for M in (33, 64, 65, 128))
 
 
 @pytest.mark.parametrize("sms", range(1, 133))
 def test_any_number_of_sms_has_a_legal_plan(sms):
     device = replace(H200, sm_count=sms)
-    for M in (33, 64, 65, 128):
+    for M in (33, 64, 65, 128, 129, 256):
         for tiles in (1, sms + 1, 2 * sms, 2 * sms + 1, 3 * sms, 3 * sms + 1, 4 * sms):
             choose_plan(M, 16 * tiles, 4096, "bf16", device)
 
@@ -162,11 +123,20 @@ def test_rows_get_the_same_plan_within_a_range_of_m(device, first, last):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("N", [8, 4096, 51_200])
-def test_above_128_tokens_nothing_shares_k(N, device):
-    """The sum of a row is then over K in one order, whatever else the plan is."""
-    for M in range(129, 1200, 50):
-        for K in (16, 3696, 25_600):
-            assert choose_plan(M, N, K, "bf16", device).cluster == 1
+@pytest.mark.parametrize("K", [16, 3696, 12_288, 25_600])
+def test_above_128_tokens_the_order_of_sums_depends_on_the_range_alone(N, K, device):
+    """As many CTAs share K for 129 to 256 tokens, and none do above, whatever else the plan is."""
+
+    def shared(tokens):
+        return {choose_plan(M, N, K, "bf16", device).cluster for M in tokens}
+
+    assert len(shared(range(129, 257))) == 1
+    assert shared(range(257, 1200, 50)) == {1}
+
+
+def test_few_ctas_share_k_for_256_tokens_on_an_h200():
+    assert choose_plan(256, 4096, 12_288, "bf16", H200).cluster > 1
+    assert choose_plan(256, 51_200, 5120, "bf16", H200).cluster == 1
 
 
 @pytest.mark.parametrize("N", [16, 4096, 4224, 4240, 51_200])
@@ -201,11 +171,11 @@ def test_more_tokens_take_equal_passes(M, passes, part):
 
 
 def test_what_is_done_to_x_does_not_change_the_plan():
-    """It happens before: in the kernel that arranges x, or in one of its own where none does."""
+    """It happens before: in the kernel that arranges x, or for linear_medium in one of its own."""
     for N, K in QWEN3:
         for M in TOKENS:
             plan = choose_plan(M, N, K, "bf16", H200, quantised=True)
-            assert plan.apart == (plan.path == "medium" or plan.split.direct)
+            assert plan.apart == (plan.path == "medium")
             assert replace(plan, apart=False) == choose_plan(M, N, K, "bf16", H200)
 
 
@@ -228,22 +198,17 @@ def assert_ascending(times):
     assert all(before <= after * (1 + 1e-9) for before, after in pairwise(times))
 
 
-@pytest.mark.parametrize(
-    ("macro", "suffix", "held_of"), [("LARGE", "", LARGE_HELD), ("DIRECT", "_direct", DIRECT_HELD)]
-)
-def test_what_the_rule_picks_is_built(macro, suffix, held_of):
-    """For Qwen3's matrices and all else: the tables are what nvfp4r.cu lists."""
-    listed = re.findall(rf"{macro}\(NAME, MODE, (\d+), (\d)\)", kernel_sources()["nvfp4r.cu"])
+def test_what_the_rule_picks_is_built():
+    """For Qwen3's matrices and all else: LARGE_HELD is what nvfp4r.cu lists."""
+    listed = re.findall(r"LARGE\(NAME, MODE, (\d+), (\d)\)", kernel_sources()["nvfp4r.cu"])
     assert {(int(groups), int(held)) for groups, held in listed} == {
-        (groups, held) for groups, helds in held_of.items() for held in helds
+        (groups, held) for groups, helds in LARGE_HELD.items() for held in helds
     }
-    kernels = {f"linear_large_bf16_n{groups}_r{held}{suffix}" for groups, held in listed}
-    plans = [choose_plan(M, N, K, "bf16", H200) for N, K in QWEN3 for M in TOKENS]
-    picked = {
-        plan.kernel for plan in plans if plan.path == "large" and plan.split.direct == bool(suffix)
-    }
-    assert picked
-    assert picked <= kernels
+    kernels = {f"linear_large_bf16_n{groups}_r{held}" for groups, held in listed}
+    for N, K in QWEN3:
+        for M in TOKENS:
+            plan = choose_plan(M, N, K, "bf16", H200)
+            assert plan.path == "medium" or plan.kernel in kernels
 
 
 GOOD = LargeSplit(
@@ -267,8 +232,6 @@ def test_a_split_may_serve_any_number_of_tokens(M):
         (64, {"cluster": 16}, "16 CTAs cannot form a cluster"),
         (64, {"depth": 0}, "a ring has at least one stage"),
         (64, {"x_depth": 1}, "the ring of activations has at least two stages"),
-        (64, {"direct": True, "held": 1}, r"direct linear_large is built for \{8: \(2,\), 16: "),
-        (64, {"direct": True, "x_depth": 3}, "the ring of a direct kernel has at least 4 stages"),
         (64, {"row_units": 0}, "16 row tiles cannot be 0 parts of up to 8 [*] 2"),
         (64, {"row_units": 1, "held": 1}, "16 row tiles cannot be 1 parts of up to 8 [*] 1"),
         (64, {"row_units": 17}, "16 row tiles cannot be 17 parts of up to 8 [*] 2"),

@@ -24,15 +24,17 @@ _SEAL_BYTES = hashlib.sha256().digest_size  # end each file: the hash of all tha
 _log = logging.getLogger(__name__)
 
 
-def cubin_for(target: Target) -> bytes:
+def cubin_for(target: Target, options: Sequence[str] = ()) -> bytes:
     """The kernels of this package for `target`: from the disk if possible, else compiled.
+
+    `options` are further ones of the compiler.
 
     Raises:
         CompileError: NVRTC refuses the sources.
         ImportError: NVRTC or its Python bindings are missing.
         FileNotFoundError: the installation lacks the CUDA sources.
     """
-    return cached_cubin(target, kernel_sources(), ENTRY, folder=cache_folder())
+    return cached_cubin(target, kernel_sources(), ENTRY, options, folder=cache_folder())
 
 
 def cache_folder() -> Path | None:

@@ -6,6 +6,8 @@ graphs. A process keeps one module per device; there is nothing to unload.
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from collections.abc import Callable
 
@@ -15,6 +17,10 @@ from nvfp4r.jit.arch import Target, target_for
 from nvfp4r.jit.cache import cubin_for
 from nvfp4r.jit.driver import check, cuda_driver, current_context, what_to_check
 from nvfp4r.jit.launch import Kernel
+
+LATE_TRIGGER = "-DNVFP4R_LATE_TRIGGER=1"
+"""Compiler option: the kernel that follows starts once ours has waited for the one before it
+(kernels/ptx.cuh). Costs 0 to 3 % between kernels of our own, more for a few at 1 or 2 tokens."""
 
 
 class Module:
@@ -120,9 +126,23 @@ def load_module(device_index: int) -> Module:
     return _MODULES.get(device_index)
 
 
+def inductor_starts_early() -> bool:
+    """Whether kernels that torch.compile makes may start before the one before them has ended.
+
+    That is `triton.enable_pdl` of Inductor's configuration, or TORCHINDUCTOR_ENABLE_PDL=1 where
+    nothing has imported that yet. Such a kernel reads what the kernel just before it has not
+    written without a wait.
+    """
+    config = sys.modules.get("torch._inductor.config")
+    if config is None:
+        return os.environ.get("TORCHINDUCTOR_ENABLE_PDL") == "1"
+    return bool(getattr(config.triton, "enable_pdl", False))  # older versions have none
+
+
 def _load_package_kernels(device_index: int) -> Module:
     target = target_for(torch.cuda.get_device_capability(device_index))
-    return load_cubin(device_index, cubin_for(target), target)
+    options = (LATE_TRIGGER,) if inductor_starts_early() else ()
+    return load_cubin(device_index, cubin_for(target, options), target)
 
 
 # State of the process, like the driver's own: a loaded module belongs to the device's context.

@@ -31,12 +31,15 @@ struct Cluster {
     }
 };
 
-__device__ __forceinline__ float load_cluster_f32(u32 mapped) {
-    float v;
+// 16 bytes of another block's shared memory, or of its own.
+__device__ __forceinline__ Vec4 load_cluster_16(u32 mapped) {
+    Vec4 r;
 #if NVFP4R_HAS_CLUSTER
-    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(mapped));
+    asm volatile("ld.shared::cluster.v4.b32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r.v[0]), "=r"(r.v[1]), "=r"(r.v[2]), "=r"(r.v[3])
+                 : "r"(mapped));
 #else
-    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(mapped));
+    r = load_shared_16(mapped);
 #endif
-    return v;
+    return r;
 }

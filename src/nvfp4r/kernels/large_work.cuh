@@ -5,7 +5,7 @@
 
 struct LargeArgs {
     const u8* weight;          // [tiles][kblocks][1152] (docs/layout.md)
-    const u8* x;               // [ceil(K / 64)][ceil(M / 8)][1024] (arrange.cuh); if direct, [M, K]
+    const u8* x;               // [ceil(K / 64)][ceil(M / 8)][1024] (arrange.cuh)
     u16* y;                    // [M, N] fp16 or bf16
     const float* alpha;        // [N]
     const u16* bias;           // [N], or null
@@ -19,18 +19,11 @@ struct LargeArgs {
 };
 
 __device__ constexpr int kLargeWarps = 8;  // that multiply
-// Sums are kept as [tile][token][16 rows]; 20 floats a token, for the banks.
-__device__ constexpr int kLargeSumStride = 20;
 
-__device__ constexpr int kDirectWarps = 8;  // that bring x without arrange.cuh, in pairs
-
-// With this many accumulators, or threads, the warps that multiply need registers of the others.
-__device__ constexpr bool moves_registers(int NT, int RT, bool direct) {
-    return direct || NT * RT > 16;
-}
-__device__ constexpr int large_threads(int NT, int RT, bool direct) {
-    if (direct) return 32 * (kLargeWarps + kDirectWarps);
-    return 32 * kLargeWarps + (moves_registers(NT, RT, false) ? 128 : 32);  // a warpgroup, then
+// With more accumulators the warps that multiply need registers of the others.
+__device__ constexpr bool moves_registers(int NT, int RT) { return NT * RT > 16; }
+__device__ constexpr int large_threads(int NT, int RT) {
+    return 32 * kLargeWarps + (moves_registers(NT, RT) ? 128 : 32);  // a warpgroup, then
 }
 
 // A unit of work: neighbours in number share their row tiles, so that weights come from L2.

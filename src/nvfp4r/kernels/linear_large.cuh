@@ -7,17 +7,39 @@
 // CTAs of a cluster share K and add their sums through distributed shared memory.
 //
 // Activations come in the order of arrange.cuh, a stage of 64 columns in one copy, which a ninth
-// warp issues; or eight more warps read them as they are and arrange them on the way (direct), once
-// in every CTA, which saves the launch of arrange.cuh (large_x.cuh).
+// warp issues. (Other warps that arrange them on the way were no faster: docs/log.md.)
 //
 // Numbers: float32 sums over K in order, within a block, then over the blocks; the grid and the
 // size of a unit do not change them.
 #pragma once
+#include "cluster_sums.cuh"
 #include "large_work.cuh"
-#include "large_x.cuh"
-#include "quantize.cuh"
 #include "stages.cuh"
 #include "wgmma.cuh"
+
+// Copies x, a stage of 64 columns at a time, for all units of this CTA.
+template <int NT>
+__device__ __forceinline__ void copy_x(const LargeArgs& p, const LargeWork& work, u32 x_stages,
+                                       u32 full, u32 empty, int lane, const Cluster& cluster) {
+    const int groups = (p.M + 7) / 8;
+    int slot = 0;
+    u32 parity = 1;
+    for (int u = work.first; u < work.units; u += work.step) {
+        const int group = (u % work.token_tiles) * NT;
+        const u32 bytes = min(NT, groups - group) * 1024;
+        const u8* source = p.x + ((u64)work.stage0 * groups + group) * 1024;
+        for (int s = 0; s < work.stages; s++, source += (u64)groups * 1024) {
+            const u32 barrier = full + 8 * slot;
+            barrier_wait(empty + 8 * slot, parity);
+            if (lane == 0) {
+                barrier_expect(barrier, bytes);
+                copy_bulk(x_stages + slot * NT * 1024, source, bytes, barrier);
+            }
+            if (++slot == p.x_depth) { slot = 0; parity ^= 1; }
+        }
+        if (cluster.size > 1) { cluster.sync(); cluster.sync(); }
+    }
+}
 
 // One warp's own ring of weights, filled ahead over the borders of units. Units in which it has no
 // tile are left out.
@@ -71,53 +93,66 @@ private:
     }
 };
 
-// What becomes of a sum.
+// What becomes of the sums of a row.
 template <int MODE>
 struct Epilogue {
     float alpha = 0.f, bias = 0.f;
 
-    __device__ __forceinline__ Epilogue(const LargeArgs& p, int row, float input_scale) {
+    __device__ __forceinline__ Epilogue() = default;
+    __device__ __forceinline__ Epilogue(const LargeArgs& p, int row) {
         if (row >= p.N) return;
-        alpha = p.alpha[row] * input_scale;
+        alpha = p.alpha[row];
         if (p.bias) bias = MODE == X_BF16 ? bf16_to_f32(p.bias[row]) : f16_to_f32(p.bias[row]);
     }
-    __device__ __forceinline__ u32 operator()(float sum) const {
-        const float v = fmaf(sum * kDecodeFactor<MODE>, alpha, bias);
+    __device__ __forceinline__ u32 operator()(const float sum, float input_scale) const {
+        const float v = fmaf(sum * kDecodeFactor<MODE>, alpha * input_scale, bias);
         return MODE == X_BF16 ? f32_to_bf16(v) : f32_to_f16(v);
     }
 };
 
-// Writes a warp's tile: the lanes that hold two tokens of a row swap values with those of the next
-// row, so that each writes two rows of a token, 4 bytes.
+__device__ constexpr u32 kStoreBytes = 1024;  // of shared memory, a warp's
+
+// Writes a warp's tile, 16 tokens at a time by way of shared memory: a lane gets 8 rows of a token,
+// so that sectors of 32 bytes are written whole. The two halves of a token change places every four
+// tokens, for the banks; two buffers, so that one __syncwarp each is enough.
 template <int MODE, int NT>
-__device__ __forceinline__ void store_tile(const LargeArgs& p, const float (&acc)[NT][4], int row0,
-                                           int token0, float input_scale, int lane) {
-    const int g = lane >> 2, t = lane & 3;
+__device__ __forceinline__ void store_tile(const LargeArgs& p, const float (&acc)[NT][4],
+                                           const Epilogue<MODE> (&finish)[2], int row0, int token0,
+                                           float input_scale, u32 buffers, int lane) {
+    const int from = (lane >> 4) * 8 + (lane & 7), to = lane >> 1;  // of the 16 tokens
+    const u32 column = buffers + 32 * from + 16 * ((lane >> 3 ^ from >> 2) & 1);
+    const u32 mine = buffers + 32 * to + 16 * ((lane ^ to >> 2) & 1);
+    const int row = row0 + 8 * (lane & 1);
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-        const Epilogue<MODE> finish(p, row0 + 8 * i + g, input_scale);
-        const int row = row0 + 8 * i + 2 * t;
+    for (int n = 0; n < NT; n += 2) {
+        u32 v[4];
 #pragma unroll
-        for (int n = 0; n < NT; n++) {
-            const int token = token0 + 8 * n + g;
-            u32 v = finish(acc[n][2 * i]) | finish(acc[n][2 * i + 1]) << 16;
-            asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(v));
-            if (token >= p.M) continue;
-            u16* y = p.y + (u64)token * p.N + row;
-            if (p.N % 2 == 0) {
-                if (row < p.N) *(u32*)y = v;
-            } else {
-                if (row < p.N) y[0] = (u16)v;
-                if (row + 1 < p.N) y[1] = (u16)(v >> 16);
-            }
+        for (int k = 0; k < 4; k++) {
+            const float* sums = acc[n + k / 2] + 2 * (k % 2);
+            const Epilogue<MODE>& f = finish[k % 2];
+            v[k] = f(sums[0], input_scale) | f(sums[1], input_scale) << 16;
+        }
+        const u32 buffer = (n / 2 % 2) * (kStoreBytes / 2);
+        store_transposed(column + buffer, v[0], v[1], v[2], v[3]);
+        __syncwarp();
+        const Vec4 rows = load_shared_16(mine + buffer);
+        const int token = token0 + 8 * n + to;
+        u16* y = p.y + (u64)token * p.N + row;
+        if (p.N % 8 == 0) {
+            if (token < p.M && row < p.N) store_global_16(y, rows);
+        } else {
+#pragma unroll
+            for (int i = 0; i < 8; i++)
+                if (token < p.M && row + i < p.N) y[i] = (u16)(rows.v[i / 2] >> 16 * (i % 2));
         }
     }
 }
 
-// linear_large_<dtype>_n<NT>_r<RT>, and with _direct
-template <int MODE, int NT, int RT, bool DIRECT>
+// linear_large_<dtype>_n<NT>_r<RT>
+template <int MODE, int NT, int RT>
 __device__ __forceinline__ void linear_large(const LargeArgs& p) {
-    constexpr u32 kWeightStage = kLargeWarps * RT * kUnitBytes, kXStage = NT * 1024;
+    constexpr int kTiles = kLargeWarps * RT;
+    constexpr u32 kWeightStage = kTiles * kUnitBytes, kXStage = NT * 1024;
     extern __shared__ __align__(128) u8 shared[];
     const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
     const int warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x >> 5, 0);
@@ -128,9 +163,10 @@ __device__ __forceinline__ void linear_large(const LargeArgs& p) {
     const u32 full = weights + p.depth * kWeightStage, empty = full + 8 * p.x_depth;
     const u32 weights_full = empty + 8 * p.x_depth;
     const u32 sums_at = (weights_full + 8 * kLargeWarps * p.depth + 127) & ~127u;
+    float* sums = (float*)(shared + (sums_at - x_stages));
     if (threadIdx.x == 0) {
         for (int d = 0; d < p.x_depth; d++) {
-            barrier_init(full + 8 * d, DIRECT ? 2 * kWarpArrivals : 1);
+            barrier_init(full + 8 * d, 1);
             barrier_init(empty + 8 * d, kLargeWarps * kWarpArrivals);
         }
         for (int d = 0; d < kLargeWarps * p.depth; d++) barrier_init(weights_full + 8 * d, 1);
@@ -139,14 +175,10 @@ __device__ __forceinline__ void linear_large(const LargeArgs& p) {
     __syncthreads();
     launch_dependents();
     // Registers of a thread, if they move: of the others, and of those that multiply.
-    constexpr bool kMoves = moves_registers(NT, RT, DIRECT);
-    constexpr int kFew = DIRECT ? 96 : 40, kMany = DIRECT ? 160 : 232;
+    constexpr bool kMoves = moves_registers(NT, RT);
     if (warp >= kLargeWarps) {
-        if (kMoves) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(kFew));
-        if (DIRECT) {
-            wait_for_previous_kernel();
-            arrange_x<NT>(p, work, x_stages, full, empty, warp - kLargeWarps, lane, cluster);
-        } else if (warp == kLargeWarps) {
+        if (kMoves) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+        if (warp == kLargeWarps) {
             wait_for_previous_kernel();
             copy_x<NT>(p, work, x_stages, full, empty, lane, cluster);
         } else if (cluster.size > 1) {
@@ -157,7 +189,7 @@ __device__ __forceinline__ void linear_large(const LargeArgs& p) {
         }
         return;
     }
-    if (kMoves) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(kMany));
+    if (kMoves) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     const u32 my_full = weights_full + 8 * warp * p.depth;
     const u32 my_weights = weights + warp * RT * kUnitBytes;
     LargeStream<RT> stream(p, work, my_weights, my_full, warp, lane);
@@ -171,6 +203,16 @@ __device__ __forceinline__ void linear_large(const LargeArgs& p) {
     for (int u = work.first; u < work.units; u += work.step) {
         const Unit unit(p, u, work.token_tiles);
         const int mine = unit.tiles_of(warp);  // may be 0: its warpgroup multiplies nevertheless
+        auto row_of = [&](int r) { return (unit.tile + warp + r * kLargeWarps) * 16; };
+        Epilogue<MODE> finish[RT][2];  // asked for now, as their latency would stand at the end
+        if (cluster.size == 1) {
+#pragma unroll
+            for (int r = 0; r < RT; r++) {
+                if (r >= mine) break;
+                finish[r][0] = Epilogue<MODE>(p, row_of(r) + g);
+                finish[r][1] = Epilogue<MODE>(p, row_of(r) + g + 8);
+            }
+        }
         float acc[RT][NT][4] = {};
         Vec4 words[RT];
         u32 scales[RT];
@@ -239,45 +281,21 @@ __device__ __forceinline__ void linear_large(const LargeArgs& p) {
 #pragma unroll
             for (int r = 0; r < RT; r++) {
                 if (r >= mine) break;
-                const int row0 = (unit.tile + warp + r * kLargeWarps) * 16;
-                store_tile<MODE, NT>(p, acc[r], row0, token0, input_scale, lane);
+                store_tile<MODE, NT>(p, acc[r], finish[r], row_of(r), token0, input_scale,
+                                     sums_at + warp * kStoreBytes, lane);
             }
             continue;
         }
         const int tokens = min(8 * NT, p.M - token0);
-        float* sums = (float*)(shared + (sums_at - x_stages));
+        SumsFinish<MODE, kTiles> finish_shared(p, unit.tile, unit.tiles);
+        finish_shared.fetch(p);
 #pragma unroll
         for (int r = 0; r < RT; r++) {
             if (r >= mine) break;
-            float* part = sums + (warp + r * kLargeWarps) * 8 * NT * kLargeSumStride;
-#pragma unroll
-            for (int n = 0; n < NT; n++) {
-#pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    const int token = 8 * n + 2 * t + i;
-                    if (token < tokens) {
-                        part[token * kLargeSumStride + g] = acc[r][n][i];
-                        part[token * kLargeSumStride + g + 8] = acc[r][n][2 + i];
-                    }
-                }
-            }
+            keep_sums<NT, kTiles>(sums + 16 * (warp + r * kLargeWarps), acc[r], tokens, lane);
         }
         cluster.sync();
-        // Every block finishes some tokens; 16 threads a token and tile.
-        const int share0 = tokens * (int)cluster.rank / (int)cluster.size;
-        const int share = tokens * (int)(cluster.rank + 1) / (int)cluster.size - share0;
-        for (int i = threadIdx.x >> 4; i < unit.tiles * share; i += 2 * kLargeWarps) {
-            const int tile = i / share, token = share0 + i - tile * share;
-            const int row = (unit.tile + tile) * 16 + (threadIdx.x & 15);
-            const int at = (tile * 8 * NT + token) * kLargeSumStride + (threadIdx.x & 15);
-            float sum = 0.f;
-            for (u32 r = 0; r < cluster.size; r++)
-                sum += load_cluster_f32(cluster.map(sums_at + 4 * at, r));
-            if (row < p.N) {
-                const Epilogue<MODE> finish(p, row, input_scale);
-                p.y[(u64)(token0 + token) * p.N + row] = (u16)finish(sum);
-            }
-        }
+        finish_shared(p, cluster, sums_at, token0, tokens, input_scale);
         cluster.sync();  // before they are overwritten, or my shared memory is gone
     }
 }

@@ -10,7 +10,7 @@
 //
 // Numbers: as linear_small; a sum runs over K in order within a block, then over the blocks.
 #pragma once
-#include "cluster.cuh"
+#include "cluster_sums.cuh"
 #include "linear_args.cuh"
 #include "quantize.cuh"
 #include "stages.cuh"
@@ -20,8 +20,6 @@ __device__ constexpr int kXWarps = 2;
 // A token's 256 columns in a stage of x. 16 bytes more than they take: the 8 lanes that load together
 // then hit different banks.
 __device__ constexpr u32 kTokenBytes = 2 * 256 + 16;
-// Sums are kept as [tile][token][16 rows]; 20 floats a token, again for the banks.
-__device__ constexpr int kSumStride = 20;
 
 struct MediumWork {
     int tile0, tile1;    // row tiles of this cluster
@@ -223,7 +221,7 @@ __device__ __forceinline__ void linear_medium(const LinearArgs& p) {
     const int x_depth = p.x_depth;
     const u32 weights_at = shared_address(shared), x_stages = weights_at + p.depth * kWeightBytes;
     const u32 sums_at = x_stages + x_depth * kXBytes;
-    const u32 full = sums_at + 4 * kTiles * p.M * kSumStride, empty = full + 8 * x_depth;
+    const u32 full = sums_at + 4 * p.M * kTokenSums<kTiles>, empty = full + 8 * x_depth;
     const u32 weights_full = empty + 8 * x_depth;
     const u32 weights_read = weights_full + 8 * kMediumWarps * p.depth;
     if (threadIdx.x == 0) {
@@ -249,27 +247,14 @@ __device__ __forceinline__ void linear_medium(const LinearArgs& p) {
     for (int d = 0; d < p.depth; d++) stream.copy_next();
 
     wait_for_previous_kernel();  // y may still be read by it, even where this block has no x
-    const float input_scale = p.input_scale ? *p.input_scale : 1.f;
     const u32 words_at = my_weights + 16 * lane, scales_at = my_weights + 1024 + 4 * lane;
     const u32 x_at = x_stages + g * kTokenBytes + 32 * t;
-    // Which outputs this thread finishes: a row of a tile, and every kTokenStep-th token of those
-    // that fall to this block of the cluster.
-    constexpr int kTokenStep = 2 * kMediumWarps / kTiles;
-    const int my_tile = (threadIdx.x >> 4) % kTiles;
-    const int token0 = p.M * (int)cluster.rank / (int)cluster.size;
-    const int token1 = p.M * (int)(cluster.rank + 1) / (int)cluster.size;
-    const u32 my_sums = sums_at + 4 * (my_tile * p.M * kSumStride + (threadIdx.x & 15));
     Place x_place, weights_place;
     u32 read_parity = 0;
     for (int pass = 0; pass < work.passes; pass++) {
         const int tile = work.first(pass), tiles = work.first(pass + 1) - tile;
         const int mine = work.tiles_of(pass, warp);
-        const int row = my_tile < tiles ? (tile + my_tile) * 16 + (threadIdx.x & 15) : p.N;
-        float alpha = 0.f, bias = 0.f;  // asked for now, as their latency would stand at the end
-        if (row < p.N) {
-            alpha = p.alpha[row];
-            if (p.bias) bias = MODE == X_BF16 ? bf16_to_f32(p.bias[row]) : f16_to_f32(p.bias[row]);
-        }
+        SumsFinish<MODE, kTiles>(p, tile, tiles).prefetch(p);
         float acc[RT][NT][4] = {};
         for (int chunk = work.chunk0; chunk < work.chunk1; chunk++) {
             barrier_wait(full + 8 * x_place.slot, x_place.parity);  // also without a tile: in step
@@ -308,36 +293,18 @@ __device__ __forceinline__ void linear_medium(const LinearArgs& p) {
         }
 
         // My sums to shared memory, where all blocks of the cluster read them.
+        SumsFinish<MODE, kTiles> finish(p, work.first(pass), tiles);
+        finish.fetch(p);
+        const float input_scale = p.input_scale ? *p.input_scale : 1.f;
+        float* sums = (float*)(shared + (sums_at - weights_at));
 #pragma unroll
         for (int r = 0; r < RT; r++) {
             if (r >= mine) break;
-            float* part = (float*)(shared + (sums_at - weights_at)) +
-                          (warp + r * kMediumWarps) * p.M * kSumStride;
-#pragma unroll
-            for (int n = 0; n < NT; n++) {
-#pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    const int token = 8 * n + 2 * t + i;
-                    if (token < p.M) {
-                        part[token * kSumStride + g] = acc[r][n][i];
-                        part[token * kSumStride + g + 8] = acc[r][n][2 + i];
-                    }
-                }
-            }
+            keep_sums<NT, kTiles>(sums + 16 * (warp + r * kMediumWarps), acc[r], p.M, lane);
         }
         if (cluster.size > 1) cluster.sync();
         else consumers_sync();
-        if (row < p.N) {
-            const float scale = alpha * input_scale;
-            for (int token = token0 + (int)(threadIdx.x >> 4) / kTiles; token < token1;
-                 token += kTokenStep) {
-                const u32 at = my_sums + 4 * token * kSumStride;
-                float sum = 0.f;
-                for (u32 r = 0; r < cluster.size; r++) sum += load_cluster_f32(cluster.map(at, r));
-                const float v = fmaf(sum * kDecodeFactor<MODE>, scale, bias);
-                p.y[(u64)token * p.N + row] = MODE == X_BF16 ? f32_to_bf16(v) : f32_to_f16(v);
-            }
-        }
+        finish(p, cluster, sums_at, 0, p.M, input_scale);
         // Before they are overwritten by the next pass, or my shared memory is gone.
         if (cluster.size > 1) cluster.sync();
         else if (pass + 1 < work.passes) consumers_sync();

@@ -58,17 +58,11 @@ ALL(f16, X_F16)
 ALL(bf16, X_BF16)
 
 #if NVFP4R_HAS_WGMMA
-// linear_large_<dtype>_n<tokens / 8>_r<row tiles a warp>, and what puts x into its order; with
-// _direct for x as it is.
+// linear_large_<dtype>_n<tokens / 8>_r<row tiles a warp>, and what puts x into its order.
 #define LARGE(NAME, MODE, NT, RT)                                                               \
-    extern "C" __global__ void __launch_bounds__(large_threads(NT, RT, false), 1)               \
+    extern "C" __global__ void __launch_bounds__(large_threads(NT, RT), 1)                      \
         linear_large_##NAME##_n##NT##_r##RT(const __grid_constant__ LargeArgs p) {              \
-        linear_large<MODE, NT, RT, false>(p);                                                   \
-    }
-#define DIRECT(NAME, MODE, NT, RT)                                                              \
-    extern "C" __global__ void __launch_bounds__(large_threads(NT, RT, true), 1)                \
-        linear_large_##NAME##_n##NT##_r##RT##_direct(const __grid_constant__ LargeArgs p) {     \
-        linear_large<MODE, NT, RT, true>(p);                                                    \
+        linear_large<MODE, NT, RT>(p);                                                          \
     }
 #define ALL_LARGE(NAME, MODE)                                                                   \
     LARGE(NAME, MODE, 8, 1)                                                                     \
@@ -78,8 +72,6 @@ ALL(bf16, X_BF16)
     LARGE(NAME, MODE, 16, 2)                                                                    \
     LARGE(NAME, MODE, 24, 1)                                                                    \
     LARGE(NAME, MODE, 32, 1)                                                                    \
-    DIRECT(NAME, MODE, 8, 2)                                                                    \
-    DIRECT(NAME, MODE, 16, 1)                                                                   \
     extern "C" __global__ void __launch_bounds__(256)                                           \
         arrange_##NAME(const __grid_constant__ ArrangeArgs p) {                                 \
         arrange<MODE>(p);                                                                       \

@@ -100,6 +100,20 @@ __device__ __forceinline__ u32 load_shared_4(u32 address) {
     return r;
 }
 
+__device__ __forceinline__ void prefetch_to_l2(const void* p) {
+    asm volatile("prefetch.global.L2 [%0];" :: "l"(p));
+}
+
+__device__ __forceinline__ void store_global_8(void* target, u32 a, u32 b) {
+    asm volatile("st.global.v2.b32 [%0], {%1,%2};" :: "l"(target), "r"(a), "r"(b) : "memory");
+}
+
+__device__ __forceinline__ void store_global_16(void* target, const Vec4& v) {
+    asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};"
+                 :: "l"(target), "r"(v.v[0]), "r"(v.v[1]), "r"(v.v[2]), "r"(v.v[3])
+                 : "memory");
+}
+
 // 16 values, only where `first < limit`; elsewhere the registers stay as they are. A plain load:
 // activations were written by the kernel before, and only a coherent load after
 // wait_for_previous_kernel is sure to see that.
@@ -115,9 +129,12 @@ __device__ __forceinline__ void load_block_if(u32 (&d)[8], const void* p, int fi
 
 // ---- kernel boundaries ------------------------------------------------------------------------
 
-// What follows may start its prologue; it must wait itself before it touches our output.
+// What follows may start its prologue; it must wait itself before it touches our output. Its wait is
+// for us alone: whatever else was written before us is in place only once we have waited too. Our
+// kernels read nothing else before their wait; for kernels that do (Inductor's), NVFP4R_LATE_TRIGGER
+// puts the trigger behind our wait.
 __device__ __forceinline__ void launch_dependents() {
-#if NVFP4R_HAS_PDL
+#if NVFP4R_HAS_PDL && !NVFP4R_LATE_TRIGGER
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
@@ -126,5 +143,8 @@ __device__ __forceinline__ void launch_dependents() {
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if NVFP4R_HAS_PDL
     asm volatile("griddepcontrol.wait;" ::: "memory");
+#if NVFP4R_LATE_TRIGGER
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
 #endif
 }

@@ -23,11 +23,11 @@ __device__ __forceinline__ u64 wgmma_descriptor(u32 address) {
     return (u64)(address >> 4 & 0x3FFF) | (u64)(128 >> 4) << 16 | (u64)(1024 >> 4) << 32;
 }
 
-// Four matrices of 8 columns x 16 bytes into shared memory: `row` is where a lane's 16 bytes go, a
-// quarter of the warp for each matrix; its values are those of column lane / 4.
-__device__ __forceinline__ void store_matrices(u32 row, u32 a, u32 b, u32 c, u32 d) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};"
-                 :: "r"(row), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+// Four fragments of 8 x 8 to shared memory, transposed: `column` is where a lane's 16 bytes go, a
+// column of its quarter's fragment.
+__device__ __forceinline__ void store_transposed(u32 column, u32 a, u32 b, u32 c, u32 d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};"
+                 :: "r"(column), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 
 // One k16 step of 8 NT columns.
