@@ -9,9 +9,6 @@
 | `gpu`     | a CUDA GPU that torch finds                 | skipped                  |
 | `vllm`    | the package vllm                            | skipped                  |
 
-As long as docs/accuracy.md says that its tables have not been made, a missing `pocket` is skipped
-in CI as well: there may be no such model yet.
-
 CI is where the environment variable CI is set. With NVFP4R_REQUIRE_GPU=1 (`make test-gpu`) a run in
 which no `gpu` test ran fails, with RESET_REQUIRE_VLLM=1 (`make test-vllm`) one in which no `vllm`
 test ran: a green run that tested nothing is worse than a red one.
@@ -37,8 +34,6 @@ os.environ.pop("COLUMNS", None)
 
 MODEL = Path(__file__).parents[1] / ".cache" / "smollm2-135m"
 POCKET = Path(__file__).parents[1] / "lab" / "pocket_reasoner" / "model"
-ACCURACY = Path(__file__).parents[1] / "docs" / "accuracy.md"
-NO_TABLE_YET = "The full table has not been made yet"
 DIALECTS = ("modelopt", "compressed-tensors")
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 REQUIRED = {"NVFP4R_REQUIRE_GPU": "gpu", "RESET_REQUIRE_VLLM": "vllm"}
@@ -74,9 +69,7 @@ def missing(marker: str) -> str | None:
 
 def needed_in_ci(marker: str) -> bool:
     """Whether CI has to have what tests with this marker need."""
-    if marker == "pocket":
-        return NO_TABLE_YET not in ACCURACY.read_text(encoding="utf-8")
-    return marker in ("model", "browser", "modelopt")
+    return marker in ("model", "pocket", "browser", "modelopt")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -34,9 +34,9 @@ class ChainDifficulty:
     """
 
     steps: tuple[int, int] = (1, 16)
-    digits: tuple[int, int] = (1, 4)
+    digits: tuple[int, int] = (1, 5)
     factors: tuple[int, int] = (2, 99)
-    largest: int = 99_999
+    largest: int = 999_999
 
     def __post_init__(self) -> None:
         for name, (low, high) in (

@@ -41,8 +41,9 @@ calibration or evaluation split were left out.
 ## Training
 
 {steps:,} steps of {rows} x {length:,} tokens in {minutes:.1f} minutes on {device_name}
-(torch {torch}), of which {waited:.0f} s were spent waiting for data. The curve is
-learning_curve.png, its numbers learning_curve.jsonl; every setting is in training.json.
+(torch {torch}), compilation and evaluations included; {waited:.0f} s of them were spent waiting
+for data. The curve is learning_curve.png, its numbers learning_curve.jsonl; every setting is in
+training.json.
 
 ## Accuracy
 

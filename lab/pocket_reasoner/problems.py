@@ -45,7 +45,7 @@ class Difficulty:
 
 TRAINING = Difficulty()
 EVALUATION = Difficulty(
-    chain=ChainDifficulty(steps=(12, 16), digits=(2, 4)), search=SearchDifficulty(numbers=(4, 4))
+    chain=ChainDifficulty(steps=(12, 16), digits=(2, 5)), search=SearchDifficulty(numbers=(4, 4))
 )
 """The hard end of what the model is trained on."""
 

@@ -1,10 +1,10 @@
 """The study: BF16 and NVFP4 under every policy, on problems that nothing was chosen on.
 
-    python -m lab.pocket_reasoner.study --output runs/pocket             the full size, on a GPU
-    python -m lab.pocket_reasoner.study --output runs/pocket --quick     two cores, under 15 minutes
+    python -m lab.pocket_reasoner.study             the full size, on a GPU
+    python -m lab.pocket_reasoner.study --quick     two cores, under 15 minutes
 
 quantises the model (W4A16 and W4A4), finds tau_0 and the temperatures of each form on calibration
-problems, decodes evaluation problems in every arm, and compares. The folder then holds
+problems, decodes evaluation problems in every arm, and compares. The folder (--output) then holds
 
     results.json, tables.md     every number, and the tables of docs/accuracy.md
     accuracy.png                both families, every arm
@@ -23,10 +23,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
+import os
 import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -49,6 +52,7 @@ from reset.engine import DtypeName, package_versions
 from reset.files import written_aside
 
 _MODEL = Path(__file__).parent / "model"
+_OUTPUT = Path(".cache") / "pocket-study"
 _RESULTS = "results.json"
 
 
@@ -93,8 +97,6 @@ class Plan:
                 f"{self.model}: holds no config.json; make a model with python -m "
                 "lab.pocket_reasoner.train, or name another with --model"
             )
-        if not self.output.parent.is_dir():
-            raise ValueError(f"{self.output}: folder {self.output.parent} does not exist")
         if self.output.exists() and not self.resume:
             raise ValueError(f"{self.output}: is there already; choose another, or go on: --resume")
         if not 1 <= self.dumped <= self.scale.problems:
@@ -112,9 +114,9 @@ def run(plan: Plan) -> dict[str, Any]:
         OSError: the disk is full.
     """
     began = time.monotonic()
-    plan.output.mkdir(exist_ok=True)
+    plan.output.mkdir(parents=True, exist_ok=True)
     folders = _make_forms(plan)
-    measured = {name: _measured(plan, name, folder) for name, folder in folders.items()}
+    measured = _measure_all(plan, folders)
     problems = [
         problem
         for family in FAMILIES
@@ -176,9 +178,30 @@ def _make_forms(plan: Plan) -> dict[str, Path]:
     return folders
 
 
-def _measured(plan: Plan, name: str, folder: Path) -> dict[str, Any]:
-    """What `measure_model` found, kept on disk with what it depends on."""
-    path = plan.output / f"measured-{name}.json"
+def _measure_all(plan: Plan, folders: dict[str, Path]) -> dict[str, dict[str, Any]]:
+    """What was measured of every form, by name. On a CPU each has a process of its own.
+
+    Those have one thread each: threads that share a product wait for each other, on a busy machine
+    many times longer than they compute.
+    """
+    found = {name: _kept(plan, name, folder) for name, folder in folders.items()}
+    # The last form takes longest, so it begins first.
+    wanted = [name for name in reversed(folders) if found[name] is None]
+    if plan.device != "cpu":
+        for name in wanted:
+            found[name] = _measure(plan, name, folders[name])
+    elif wanted:
+        workers = min(len(wanted), os.cpu_count() or 1)
+        # Not forked: the parent holds threads.
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(workers, context, torch.set_num_threads, (1,)) as pool:
+            work = {name: pool.submit(_measure, plan, name, folders[name]) for name in wanted}
+            found |= {name: future.result() for name, future in work.items()}
+    return {name: one for name, one in found.items() if one is not None}
+
+
+def _settings(plan: Plan, folder: Path) -> dict[str, Any]:
+    """What measurements depend on."""
     settings = {
         "model_sha256": folder_sha256(folder),
         "scale": asdict(plan.scale),
@@ -187,14 +210,24 @@ def _measured(plan: Plan, name: str, folder: Path) -> dict[str, Any]:
         "device": plan.device,
         "dtype": plan.dtype,
     }
-    settings = _plain(settings)
-    if path.exists():
-        kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if kept["settings"] != settings:
-            raise ValueError(
-                f"{path}: was measured with other settings; use the same, or another --output"
-            )
-        return kept
+    return _plain(settings)
+
+
+def _kept(plan: Plan, name: str, folder: Path) -> dict[str, Any] | None:
+    """What was measured before with the same settings; None if nothing was."""
+    path = plan.output / f"measured-{name}.json"
+    if not path.exists():
+        return None
+    kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if kept["settings"] != _settings(plan, folder):
+        raise ValueError(
+            f"{path}: was measured with other settings; use the same, or another --output"
+        )
+    return kept
+
+
+def _measure(plan: Plan, name: str, folder: Path) -> dict[str, Any]:
+    """What `measure_model` finds, kept on disk with what it depends on."""
     engine = BatchEngine.load(
         folder, rows=plan.rows, device=plan.device, dtype=plan.dtype, graphs=plan.graphs
     )
@@ -206,8 +239,9 @@ def _measured(plan: Plan, name: str, folder: Path) -> dict[str, Any]:
         plan.difficulty,
         lambda what, done, total: narrate(f"{name}: {what}", done, total),
     )
+    settings = _settings(plan, folder)
     found = {"settings": settings, **found, "seconds": time.monotonic() - began}
-    _write_json(path, found)
+    _write_json(plan.output / f"measured-{name}.json", found)
     return _plain(found)
 
 
@@ -248,7 +282,7 @@ def parse(arguments: list[str] | None = None) -> Plan:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     has_gpu = torch.cuda.is_available()
     parser.add_argument("--model", type=Path, default=_MODEL, help="BF16 model folder")
-    parser.add_argument("--output", type=Path, required=True, help="folder to make")
+    parser.add_argument("--output", type=Path, help=f"folder to make ({_OUTPUT}, -quick)")
     parser.add_argument("--quick", action="store_true", help="few problems, for a CPU")
     parser.add_argument("--resume", action="store_true", help="go on with what is in --output")
     for name in asdict(Scale()):
@@ -270,7 +304,7 @@ def parse(arguments: list[str] | None = None) -> Plan:
     dumped = given.dumped or min(scale.problems, 8 if given.quick else 64)
     return Plan(
         model=given.model,
-        output=given.output,
+        output=given.output or Path(f"{_OUTPUT}-quick" if given.quick else _OUTPUT),
         scale=scale,
         difficulty=difficulty_of(given, EVALUATION),
         dumped=dumped,
@@ -298,6 +332,8 @@ def main() -> None:
         plan = parse()
         if plan.figures:
             check_matplotlib()
+        if plan.device == "cpu":
+            torch.set_num_threads(1)  # as in `_measure_all`
         results = run(plan)
     except (ValueError, OSError, ImportError) as error:
         raise SystemExit(f"error: {error}") from error

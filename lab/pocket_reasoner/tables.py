@@ -2,8 +2,9 @@
 
     python -m lab.pocket_reasoner.tables RESULTS.json docs/accuracy.md
 
-puts the tables of a full study between the two marks of the page. Every number comes from
-results.json. Knows no statistics.
+puts the tables of a full study between the two marks of the page; `--study "top-p 1"` between those
+of another study, whose marks have that name in them. Every number comes from results.json. Knows no
+statistics.
 """
 
 from __future__ import annotations
@@ -16,9 +17,8 @@ from typing import Any
 
 from reset.files import written_aside
 
-BEGIN = "<!-- tables of the study: begin (lab/pocket_reasoner/tables.py writes what follows) -->"
-END = "<!-- tables of the study: end -->"
-NONE_YET = "The full table has not been made yet: it needs a GPU. Nothing is claimed before."
+MAIN = "the study"
+"""Name, in the marks of the page, of the study with the default settings."""
 
 _NAMES = {"bf16": "BF16", "w4a16": "NVFP4, W4A16", "w4a4": "NVFP4, W4A4"}
 
@@ -28,17 +28,26 @@ def markdown(results: Mapping[str, Any]) -> str:
     return "\n".join(_lines(results)) + "\n"
 
 
-def fill(page: str, tables: str) -> str:
-    """`page` with `tables` between its marks.
+def marks(study: str = MAIN) -> tuple[str, str]:
+    """The lines of a page between which the tables of a study stand."""
+    return (
+        f"<!-- tables of {study}: begin (lab/pocket_reasoner/tables.py writes what follows) -->",
+        f"<!-- tables of {study}: end -->",
+    )
+
+
+def fill(page: str, tables: str, study: str = MAIN) -> str:
+    """`page` with `tables` between the marks of `study`.
 
     Raises:
         ValueError: the page does not have each mark once, in order.
     """
-    head, begin, rest = page.partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not begin or not end or BEGIN in rest or END in tail:
-        raise ValueError(f"the page needs {BEGIN!r} and {END!r}, once each, in this order")
-    return f"{head}{BEGIN}\n\n{tables.strip()}\n\n{END}{tail}"
+    first, last = marks(study)
+    head, begin, rest = page.partition(first)
+    _, end, tail = rest.partition(last)
+    if not begin or not end or first in rest or last in tail:
+        raise ValueError(f"the page needs {first!r} and {last!r}, once each, in this order")
+    return f"{head}{first}\n\n{tables.strip()}\n\n{last}{tail}"
 
 
 def _lines(results: Mapping[str, Any]) -> Iterator[str]:
@@ -171,11 +180,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("results", type=Path, help="results.json of a full study")
     parser.add_argument("page", type=Path, help="docs/accuracy.md")
+    parser.add_argument("--study", default=MAIN, help="name in the marks of the page")
     arguments = parser.parse_args()
     results = json.loads(arguments.results.read_text(encoding="utf-8"))
     if results["quick"]:
         parser.error(f"{arguments.results}: is of a quick study, which is too small for the page")
-    filled = fill(arguments.page.read_text(encoding="utf-8"), markdown(results))
+    page = arguments.page.read_text(encoding="utf-8")
+    try:
+        filled = fill(page, markdown(results), arguments.study)
+    except ValueError as error:
+        parser.error(f"{arguments.page}: {error}")
     with written_aside(arguments.page) as partial:
         partial.write_text(filled, encoding="utf-8")
 

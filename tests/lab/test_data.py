@@ -69,7 +69,7 @@ def test_the_stream_is_the_same_whoever_makes_it():
 @pytest.mark.parametrize("chain_share", [0.0, 1.0])
 def test_the_longest_examples_fit_the_model(chain_share):
     hardest = Difficulty(
-        chain=ChainDifficulty(steps=(16, 16), digits=(4, 4)),
+        chain=ChainDifficulty(steps=(16, 16), digits=(5, 5)),
         search=SearchDifficulty(numbers=(5, 5), insight=0.01),  # one number more than by default
         chain_share=chain_share,
     )
@@ -83,10 +83,10 @@ def test_the_longest_examples_fit_the_model(chain_share):
 def test_the_longest_question_leaves_room_for_an_answer():
     """With what `reset-run --prompt task` adds, and as many tokens as the study and the training
     allow; no worked chain needs as many."""
-    chain = Chain(9999, (("+", 9999),) * 16)
+    chain = Chain(99_999, (("+", 99_999),) * 16)
     assert len(chain.operations) == EVALUATION.chain.steps[1] == TRAINING.chain.steps[1]
     prompt = tokenizer.encode_prompt(chain.question + tokenizer.INSTRUCTION)
-    assert len(prompt) == 95
+    assert len(prompt) == 112
     for limit in (Scale().max_tokens, QUICK.max_tokens, Training().max_tokens):
         assert len(prompt) + limit <= MAX_POSITIONS
         assert len(tokenizer.encode_text(work(chain))) < limit

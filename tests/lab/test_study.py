@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -14,13 +15,14 @@ from lab.pocket_reasoner.decode import BatchEngine
 from lab.pocket_reasoner.problems import FAMILIES, make_problems
 from lab.pocket_reasoner.quantised import quantise
 from lab.pocket_reasoner.results import compare_all
-from lab.pocket_reasoner.tables import BEGIN, END, NONE_YET, fill, markdown
+from lab.pocket_reasoner.tables import fill, markdown, marks
 
 from reset.analyze.dump import Dump
 from reset.config import ReSETConfig
 from reset.evaluate.engines import Request
 
 ROOT = Path(__file__).parents[2]
+BEGIN, END = marks()
 FLAGS = (
     *("--problems", "3", "--seeds", "2", "--calibration-problems", "2", "--max-tokens", "24"),
     *("--calibration-seeds", "1", "--dumped", "1", "--texts", "2", "--rows", "48", "--quick"),
@@ -106,7 +108,6 @@ def test_going_on_takes_what_is_there_and_refuses_other_settings(studied):
     ("flags", "message"),
     [
         (("--model", "/nowhere"), "holds no config.json; make a model with"),
-        (("--output", "/nowhere/at/all"), "does not exist"),
         (("--dumped", "4"), "4 problems a family are to be dumped; need 1 to 3"),
         (("--seeds", "0"), "seeds is 0"),
         (("--search-insight", "2.0"), "insight is 2.0"),
@@ -118,10 +119,15 @@ def test_refused(toy_folder, tmp_path, flags, message):
     assert not (tmp_path / "study").exists()
 
 
-def test_the_full_size_is_what_was_promised(toy_folder, tmp_path):
-    plan = study.parse(["--model", str(toy_folder), "--output", str(tmp_path / "x")])
+def test_the_full_size_is_what_was_promised(toy_folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    plan, quick = (study.parse(["--model", str(toy_folder), *more]) for more in ([], ["--quick"]))
     assert (plan.scale.problems, plan.scale.seeds, plan.quick) == (500, 8, False)
+    assert (quick.scale, quick.quick) == (measure.QUICK, True)
     assert measure.QUICK.problems < plan.scale.problems
+    assert [str(one.output) for one in (plan, quick)] == [
+        *(".cache/pocket-study", ".cache/pocket-study-quick")
+    ]
 
 
 def test_choice_on_calibration():
@@ -187,15 +193,21 @@ def test_the_page_is_filled_between_its_marks():
     for broken in ("no marks", f"{END}{BEGIN}", f"{BEGIN}{BEGIN}{END}", f"{BEGIN}{END}{END}"):
         with pytest.raises(ValueError, match="the page needs"):
             fill(broken, "x")
+    first, last = marks("top-p 1")
+    two = f"{filled}{first}{last}"
+    assert fill(two, "| other |", "top-p 1") == f"{filled}{first}\n\n| other |\n\n{last}"
+    assert fill(two, "| new |") == two
+    with pytest.raises(ValueError, match="the page needs '<!-- tables of top-p 1: begin"):
+        fill(filled, "x", "top-p 1")
 
 
-def test_the_page_has_tables_with_command_and_date_or_says_that_there_are_none():
+def test_the_page_has_tables_of_a_full_study_with_command_and_date():
     page = (ROOT / "docs" / "accuracy.md").read_text(encoding="utf-8")
     tables = page.partition(BEGIN)[2].partition(END)[0].strip()
-    if tables != NONE_YET:
-        assert "python -m lab.pocket_reasoner.study --output" in tables
-        assert "--quick" not in tables
-        assert tables.count("### ") == 6
+    assert re.match(r"\d{4}-\d\d-\d\d, NVIDIA .*: 500 problems a family, 8 seeds", tables)
+    assert "\n    python -m lab.pocket_reasoner.study " in tables
+    assert "--quick" not in tables
+    assert tables.count("### ") == 6
 
 
 def call(main, monkeypatch, *arguments):
@@ -206,14 +218,17 @@ def call(main, monkeypatch, *arguments):
 def test_the_commands_for_page_and_figure(studied, tmp_path, monkeypatch, capsys):
     plan, results = studied
     page, full = tmp_path / "accuracy.md", tmp_path / "results.json"
-    page.write_text(f"top\n{BEGIN}\n\n{NONE_YET}\n\n{END}\n")
+    page.write_text(f"top\n{BEGIN}\n\nas it was\n\n{END}\n")
     with pytest.raises(SystemExit):
         call(tables.main, monkeypatch, plan.output / "results.json", page)
     assert "is of a quick study" in capsys.readouterr().err
-    assert NONE_YET in page.read_text()
+    assert "as it was" in page.read_text()
     full.write_text(json.dumps({**results, "quick": False}))
     call(tables.main, monkeypatch, full, page)
     assert page.read_text() == fill(f"top\n{BEGIN}\n\n{END}\n", markdown(results))
+    with pytest.raises(SystemExit):
+        call(tables.main, monkeypatch, full, page, "--study", "top-p 1")
+    assert "accuracy.md: the page needs '<!-- tables of top-p 1: begin" in capsys.readouterr().err
     call(drawing.main, monkeypatch, full, tmp_path / "again.png")
     assert (tmp_path / "again.png").read_bytes() == (plan.output / "accuracy.png").read_bytes()
 
