@@ -14,7 +14,7 @@ def prologue_table(lines: list[Line]) -> str:
     times = {
         (line["shape"], line["M"], line["kind"], line["impl"]): float(line["median_us"])
         for line in lines
-        if "shape" in line
+        if "shape" in line and not _also_apart(line)
     }
     tokens = sorted({M for _, M, _, _ in times})
     shapes = list(dict.fromkeys(shape for shape, _, _, _ in times))
@@ -43,6 +43,11 @@ def prologue_table(lines: list[Line]) -> str:
             f"{source['torch']}, commit {source['git']}: `{source['command']}`",
         ]
     )
+
+
+def _also_apart(line: Line) -> bool:
+    """What the op does where its plan has a kernel before as well: that is measured by itself."""
+    return line["impl"] == "fused" and line["plan"].endswith(", apart")
 
 
 def _range(values: list[float]) -> str:

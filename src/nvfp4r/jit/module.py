@@ -20,7 +20,8 @@ from nvfp4r.jit.launch import Kernel
 
 LATE_TRIGGER = "-DNVFP4R_LATE_TRIGGER=1"
 """Compiler option: the kernel that follows starts once ours has waited for the one before it
-(kernels/ptx.cuh). Costs 0 to 3 % between kernels of our own, more for a few at 1 or 2 tokens."""
+(kernels/ptx.cuh). Between kernels of our own it costs 0 to 4 %, a few of them 10 to 23 % at 1 or 2
+tokens (docs/log.md)."""
 
 
 class Module:

@@ -49,6 +49,7 @@ import nvfp4r
 from nvfp4r.checkpoint import load_checkpoint
 from nvfp4r.dialects import Activations, Dialect
 from nvfp4r.format import BLOCK
+from nvfp4r.jit.module import inductor_starts_early
 from nvfp4r.methods.rotation import Rotation
 from nvfp4r.transforms import KEY, Scope, Transform, parse_transforms
 from nvfp4r.vllm.kernel import NVFP4RLinearKernel
@@ -287,7 +288,8 @@ def _linear_backend(kind: str) -> str:
 
 
 def _mark_compile_cache(rotation: Rotation | None) -> None:
-    """Makes the settings and the rotation part of the key of vLLM's compile caches.
+    """Makes the settings and the rotation part of the key of vLLM's compile caches, and whether
+    Inductor's kernels start early.
 
     Graphs that were compiled with other layers, or another gemv_max_m, would be found otherwise.
     """
@@ -301,5 +303,7 @@ def _mark_compile_cache(rotation: Rotation | None) -> None:
             "adds its settings: they are part of what compiled graphs depend on"
         )
     settings = Settings.from_environment()
-    rotated = {} if rotation is None else {"rotation": rotation}
-    additional["nvfp4r"] = {"version": nvfp4r.__version__, **settings.environment(), **rotated}
+    more: dict[str, str] = {} if rotation is None else {"rotation": rotation}
+    if inductor_starts_early():
+        more["inductor"] = "starts early"
+    additional["nvfp4r"] = {"version": nvfp4r.__version__, **settings.environment(), **more}

@@ -192,6 +192,19 @@ def test_settings_are_part_of_the_key_of_compiled_graphs(monkeypatch):
     assert hashes[-1] == before  # switched off, the key is vLLM's own
 
 
+def test_kernels_of_inductor_that_start_early_have_a_key_of_their_own(monkeypatch):
+    monkeypatch.setattr(
+        configs.ModelOptNvFp4Config, "get_quant_method", lambda self, layer, prefix: None
+    )
+    hashes = []
+    for early in (False, True):
+        monkeypatch.setattr(configs, "inductor_starts_early", lambda early=early: early)
+        with vllm_config() as config:
+            method_of(make_config("modelopt", "none"))
+        hashes.append(config.compute_hash())
+    assert hashes[0] != hashes[1]
+
+
 def test_d5_another_plugin_in_the_same_place_is_refused(monkeypatch):
     class Theirs(configs.ModelOptNvFp4Config):
         pass
