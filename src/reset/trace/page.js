@@ -25,7 +25,12 @@
     return out;
   }
   // Rounding may leave -1e-8 nats; "-0.000" would puzzle.
-  const num = (x, digits = 3) => (x === null ? "—" : Math.max(x, 0).toFixed(digits));
+  // Small ones keep two digits: sure models have means of 0.00008.
+  function num(x, digits = 3) {
+    if (x === null) return "—";
+    const fixed = Math.max(x, 0).toFixed(digits);
+    return Number(fixed) === 0 && x > 1e-6 ? x.toFixed(2 - Math.floor(Math.log10(x)) - 1) : fixed;
+  }
   const percent = (p) => (p >= 0.9995 ? (100 * p).toFixed(2) : (100 * p).toPrecision(3)) + " %";
   // Two numbers that differ must not look equal.
   function pair(a, b) {
@@ -182,6 +187,7 @@
     const unit = 10 ** Math.floor(Math.log10(rough));
     return [1, 2, 5, 10].map((k) => k * unit).find((step) => step >= rough);
   }
+  const tick = (k) => String(Number((k * niceStep(yMax, 4)).toPrecision(6)));
   const x = (position) => plot.left + (position - view.from) * plot.slot;
   const y = (nats) => plot.bottom - (nats / yMax) * (plot.bottom - plot.top);
 
@@ -196,7 +202,8 @@
   }
   function drawChart() {
     const width = chart.clientWidth, height = chart.clientHeight;
-    plot = { left: 48, right: width - 8, top: 20, bottom: height - 38 };
+    const widest = Math.max(4, ...[1, 2, 3].map((k) => tick(k).length));  // characters of 7 pixels
+    plot = { left: 48 + 7 * (widest - 4), right: width - 8, top: 20, bottom: height - 38 };
     plot.slot = (plot.right - plot.left) / (view.to - view.from);
     const shown = tokens.slice(view.from, view.to);
 
@@ -226,7 +233,7 @@
     const yStep = niceStep(yMax, 4);
     for (let k = 0; k * yStep <= yMax; k += 1) {
       grid += `M${plot.left} ${y(k * yStep).toFixed(1)}H${plot.right}`;
-      label(String(Number((k * yStep).toPrecision(6))), plot.left - 7, y(k * yStep) + 4, "end");
+      label(tick(k), plot.left - 7, y(k * yStep) + 4, "end");
     }
     part("grid").setAttribute("d", grid);
     const xStep = Math.max(1, niceStep(view.to - view.from, width / 90));
