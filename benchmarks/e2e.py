@@ -20,6 +20,9 @@ off: vLLM 0.26 to 0.30 runs a model with a logits processor on its V1 runner and
 so that the ratio to the plain engine holds the change of runners as well. --quantised-head
 adds `nvfp4r+head`, its lm_head in NVFP4 too.
 
+vLLM captures CUDA graphs for up to twice as many tokens as there may be requests, here few; longer
+prompts are launched piece by piece. --graphs-up-to captures one for so many tokens as well.
+
 --profile FOLDER writes a timeline of 16 decode steps at the first batch size there, one file for
 each engine, and prints the kernels that take most of it. --shape tiny tries the program on a CPU.
 """
@@ -72,6 +75,7 @@ def main() -> None:
         choices=("stock", "nvfp4r"),
         help="which of them decode with ReSET too, if --reset is given",
     )
+    parser.add_argument("--graphs-up-to", type=int, metavar="TOKENS")
     parser.add_argument("--profile", type=Path)
     parser.add_argument("--start-timeout", type=float, default=300.0, help="seconds")
     parser.add_argument("--logs", type=Path, help="folder that keeps what the engines print")
@@ -305,6 +309,10 @@ def make_engine(
         options["additional_config"] = {"reset": {"tokenizer": arguments.reset}}
     if not torch.cuda.is_available():
         options["enforce_eager"] = True
+    elif arguments.graphs_up_to:
+        usual = [1 << i for i in range((2 * max(arguments.batches)).bit_length())]
+        sizes = sorted({*usual, arguments.graphs_up_to})
+        options["compilation_config"] = {"cudagraph_capture_sizes": sizes}
     config = random_model.config(shape, nvfp4=name != "bf16", quantised_head=name.endswith("+head"))
     (folder / "config.json").write_text(json.dumps(config))
     start = time.perf_counter()
