@@ -83,10 +83,10 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.tokens <= FIRST:
         parser.error(f"--tokens is {arguments.tokens}, need more than {FIRST}")
-    for flag in ("batches", "prompts", "repeats"):
+    for flag in ("batches", "prompts", "repeats", "graphs_up_to"):
         given = getattr(arguments, flag)
-        if min(given if isinstance(given, list) else [given]) < 1:
-            parser.error(f"--{flag} is {given}, need 1 or more")
+        if given is not None and min(given if isinstance(given, list) else [given]) < 1:
+            parser.error(f"--{flag.replace('_', '-')} is {given}, need 1 or more")
     if arguments.engine:
         shape, name = arguments.engine.split("/")
         with tempfile.TemporaryDirectory() as folder:
@@ -193,6 +193,12 @@ def lengths(arguments: argparse.Namespace) -> dict[str, int]:
         "max_num_batched_tokens": max(first * max(arguments.batches), *arguments.prompts),
         "max_num_seqs": max(arguments.batches),
     }
+
+
+def graph_sizes(arguments: argparse.Namespace) -> list[int]:
+    """Tokens that have a CUDA graph: what vLLM takes for so many requests, and --graphs-up-to."""
+    usual = [n for n in (1, 2, 4, *range(8, 512, 8)) if n <= 2 * max(arguments.batches)]
+    return sorted({*usual, arguments.graphs_up_to})
 
 
 def cache_bytes(shape: str, arguments: argparse.Namespace) -> int:
@@ -310,9 +316,7 @@ def make_engine(
     if not torch.cuda.is_available():
         options["enforce_eager"] = True
     elif arguments.graphs_up_to:
-        usual = [1 << i for i in range((2 * max(arguments.batches)).bit_length())]
-        sizes = sorted({*usual, arguments.graphs_up_to})
-        options["compilation_config"] = {"cudagraph_capture_sizes": sizes}
+        options["compilation_config"] = {"cudagraph_capture_sizes": graph_sizes(arguments)}
     config = random_model.config(shape, nvfp4=name != "bf16", quantised_head=name.endswith("+head"))
     (folder / "config.json").write_text(json.dumps(config))
     start = time.perf_counter()

@@ -18,8 +18,9 @@ from nvfp4r.plan import (
     plan_with,
     token_range,
 )
-from nvfp4r.plan_medium import CLUSTERS, MAX_MEDIUM_M, MEDIUM_HELD, MediumSplit, room, token_groups
+from nvfp4r.plan_medium import MAX_MEDIUM_M, MEDIUM_HELD, MediumSplit, room, token_groups
 from nvfp4r.plan_small import MAX_SMALL_M, SMALL_WARPS, SmallSplit
+from nvfp4r.plan_sums import CLUSTERS
 
 _CTAS_PER_SM = {False: (2, 3, 4, 5, 6), True: (1, 2, 3, 4)}  # of linear_small, linear_shared
 _SMALL_DEPTHS = {False: (2,), True: (2, 3)}

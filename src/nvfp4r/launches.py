@@ -143,7 +143,8 @@ def run_plan(
     Args:
         x: [M, K]; the plan was made for this M, and with `quantised` if x has to be prepared
             (`Layer.prepares`).
-        out: [M, N], contiguous, in x's dtype; a new one by default.
+        out: [M, N], contiguous, in x's dtype, its start a multiple of 16 bytes where N is one of 4;
+            a new one by default.
         prepared: x went through `run_prologue`, so that nothing is left to do but the input scale.
     """
     prologue = 0 if prepared else _prologue(layer.input_scale, layer.rotation)

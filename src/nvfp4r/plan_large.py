@@ -29,6 +29,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from nvfp4r.plan_sums import CLUSTERS, sums_bytes
+
 LARGE_HELD: Mapping[int, tuple[int, ...]] = {8: (1, 2, 3), 16: (1, 2), 24: (1,), 32: (1,)}
 """Tokens / 8 of a unit that linear_large is built for, and with each the row tiles of a warp."""
 
@@ -42,16 +44,11 @@ MIN_LARGE_M = 33
 MAX_LARGE_M = 8192
 """Most tokens of one launch, which bounds the arranged copy of x."""
 
-CLUSTERS = (1, 2, 4, 8)
-"""CTAs that may form a cluster and share K."""
-
 _ONE_UNIT_OF_TOKENS = 128  # up to here all tokens are one unit's
 _MOST_THAT_SHARE_K = 256  # tokens
 _TILE_ROWS = 16
 _UNIT_BYTES = 2304  # of a row tile and 256 columns
 _STAGE_COLUMNS, _STAGE_BYTES = 64, 128  # of x: columns, bytes a token
-_SUM_BYTES = 64  # of a row tile and token
-_TOKEN_SUM_BYTES = 16  # more of a token, for the banks
 _STORE_BYTES = 1024  # of a warp, on the way of its tile to y
 _BARRIER_BYTES = 8
 _DEPTH = 2
@@ -97,8 +94,7 @@ class LargeSplit:
         before = -(-(x_ring + ring + barriers * _BARRIER_BYTES) // 128) * 128
         if self.cluster == 1:
             return before + LARGE_WARPS * _STORE_BYTES
-        token = LARGE_WARPS * self.held * _SUM_BYTES + _TOKEN_SUM_BYTES
-        return before + self.token_groups * 8 * token
+        return before + sums_bytes(8 * self.token_groups, LARGE_WARPS * self.held)
 
 
 def large_split(M: int, tiles: int, K: int, sms: int, shared_bytes_per_block: int) -> LargeSplit:
@@ -165,9 +161,10 @@ def large_splits(
     K: int,
     sms: int,
     shared_bytes_per_block: int,
-    clusters: tuple[int, ...] = CLUSTERS,
+    clusters: tuple[int, ...],
 ) -> Iterator[LargeSplit]:
-    """Those that the model compares, for each kernel and number of CTAs that share K."""
+    """Those that the model compares, for each kernel and number of CTAs (of `clusters`) that
+    share K."""
     chunks = -(-K // (4 * _STAGE_COLUMNS))
     for groups, held in _kernels(M):
         token_tiles = -(-M // (8 * groups))

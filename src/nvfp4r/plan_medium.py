@@ -34,6 +34,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from nvfp4r.plan_sums import CLUSTERS, sums_bytes
+
 MIN_MEDIUM_M, MAX_MEDIUM_M = 9, 64
 """M of linear_medium, of one pass."""
 
@@ -50,15 +52,10 @@ MEDIUM_WARPS = 8
 MEDIUM_THREADS = 320
 """All threads of a CTA."""
 
-CLUSTERS = (1, 2, 4, 8)
-"""CTAs that may form a cluster."""
-
 _LONG_K = 8192  # from here on more CTAs share the K of a tile
 _BARRIER_BYTES = 8
 _UNIT_BYTES = 2304  # of a row tile and 256 columns
 _TOKEN_BYTES = 528  # of x: a token's 256 columns
-_SUM_BYTES = 64  # of a row tile and token
-_TOKEN_SUM_BYTES = 16  # more of a token, for the banks
 # (stages of weights, stages of x), the best first, if an SM shall hold two CTAs or one.
 _DEPTHS_OF_TWO = ((2, 3), (2, 2))
 _DEPTHS_OF_ONE = ((3, 3), (2, 3), (2, 2), (1, 2), (1, 1))
@@ -88,8 +85,7 @@ class MediumSplit:
         x_bytes = token_groups(M) * 8 * _TOKEN_BYTES
         rings = self.depth * tiles * _UNIT_BYTES + self.x_depth * x_bytes
         barriers = 2 * self.x_depth + MEDIUM_WARPS * (self.depth + 1)
-        sums = M * (tiles * _SUM_BYTES + _TOKEN_SUM_BYTES)
-        return rings + sums + barriers * _BARRIER_BYTES
+        return rings + sums_bytes(M, tiles) + barriers * _BARRIER_BYTES
 
 
 def medium_split(

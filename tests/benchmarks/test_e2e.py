@@ -14,6 +14,14 @@ import random_model
 SIX = ["bf16", "stock", "nvfp4r", "stock+reset", "nvfp4r+reset", "nvfp4r+head"]
 
 
+@pytest.mark.parametrize(
+    ("batches", "sizes"),
+    [([1, 8], [1, 2, 4, 8, 16, 512]), ([3], [1, 2, 4, 512]), ([12], [1, 2, 4, 8, 16, 24, 512])],
+)
+def test_graphs_for_prompts_come_beside_those_of_vllm(batches, sizes):
+    assert e2e.graph_sizes(arguments(batches=batches, graphs_up_to=512)) == sizes
+
+
 def arguments(**given):
     usual = {
         "impl": list(e2e.IMPLS),

@@ -280,6 +280,24 @@ def test_browser_draws_text_chart_and_numbers(browse):
 
 
 @pytest.mark.browser
+def test_browser_keeps_two_digits_of_small_entropies(browse):
+    """A model that is sure has means of 0.00003 nats, which are not 0.000."""
+    base = sample_trace()
+    names = ("entropy_nats", "step_entropy_nats", "mean_entropy_nats", "threshold_nats")
+    small = [
+        replace(token, **{name: getattr(token, name) * 1e-4 for name in names})
+        for token in base.tokens
+    ]
+    trace = replace(base, tokens=tuple(small))
+    page = browse(trace, "#t=91")
+    for name in names[:3]:
+        value, shown = getattr(trace.tokens[91], name), page.one("data-field", name).text
+        assert float(shown) == pytest.approx(value, rel=0.06), name
+    mean = re.search(r"[0-9.]+", page.of_class("margin")[3].text.partition("mean ")[2]).group()
+    assert float(mean) == pytest.approx(trace.step_means_nats()[3], rel=0.06)
+
+
+@pytest.mark.browser
 def test_browser_treats_every_text_as_text(browse):
     page = browse(hostile_trace(), "#t=0")
     assert "data-owned" not in page.body.attributes

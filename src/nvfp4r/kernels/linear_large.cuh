@@ -104,7 +104,7 @@ struct Epilogue {
         alpha = p.alpha[row];
         if (p.bias) bias = MODE == X_BF16 ? bf16_to_f32(p.bias[row]) : f16_to_f32(p.bias[row]);
     }
-    __device__ __forceinline__ u32 operator()(const float sum, float input_scale) const {
+    __device__ __forceinline__ u32 operator()(float sum, float input_scale) const {
         const float v = fmaf(sum * kDecodeFactor<MODE>, alpha * input_scale, bias);
         return MODE == X_BF16 ? f32_to_bf16(v) : f32_to_f16(v);
     }
@@ -151,6 +151,7 @@ __device__ __forceinline__ void store_tile(const LargeArgs& p, const float (&acc
 // linear_large_<dtype>_n<NT>_r<RT>
 template <int MODE, int NT, int RT>
 __device__ __forceinline__ void linear_large(const LargeArgs& p) {
+    static_assert(32 * kLargeWarps == kSumThreads);
     constexpr int kTiles = kLargeWarps * RT;
     constexpr u32 kWeightStage = kTiles * kUnitBytes, kXStage = NT * 1024;
     extern __shared__ __align__(128) u8 shared[];

@@ -208,6 +208,7 @@ __device__ __forceinline__ void consumers_sync() {
 
 template <int MODE, int NT, int RT>
 __device__ __forceinline__ void linear_medium(const LinearArgs& p) {
+    static_assert(32 * kMediumWarps == kSumThreads);
     constexpr int kTiles = RT * kMediumWarps;
     constexpr u32 kWeightBytes = kTiles * kUnitBytes, kXBytes = 8 * NT * kTokenBytes;
     extern __shared__ __align__(128) u8 shared[];
