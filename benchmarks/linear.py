@@ -20,13 +20,13 @@ import torch
 import torch.nn.functional as F
 
 from harness import record
-from nvfp4r.bench_matrix import random_weight
 from nvfp4r.format import NVFP4Tensor
 from nvfp4r.launches import Layer, plan_for, required_facts, run_plan
 from nvfp4r.ops import linear
 from nvfp4r.packed import PackedWeight, pack
 from nvfp4r.plan import Plan
-from nvfp4r.timing import Call, copies_of, graph_us, read_bandwidth
+from nvfp4r.tuning.matrix import random_weight
+from nvfp4r.tuning.timing import Call, copies_of, graph_us, read_bandwidth
 
 SHAPES = {
     "8B qkv": (6144, 4096),

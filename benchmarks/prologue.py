@@ -19,13 +19,13 @@ from torch import Tensor
 
 from harness import record
 from linear import ROTATED_BYTES, SHAPES
-from nvfp4r.bench_matrix import random_weight
 from nvfp4r.format import NVFP4Tensor
 from nvfp4r.launches import Layer, plan_for, required_facts, run_plan, run_prologue
 from nvfp4r.methods.rotation import rotate
 from nvfp4r.packed import PackedWeight, pack
 from nvfp4r.quantize import quantize_activations
-from nvfp4r.timing import Call, copies_of, graph_us, read_bandwidth
+from nvfp4r.tuning.matrix import random_weight
+from nvfp4r.tuning.timing import Call, copies_of, graph_us, read_bandwidth
 
 KINDS = {  # name: (rotates, rounds)
     "none": (False, False),

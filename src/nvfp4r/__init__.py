@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from nvfp4r.checkpoint import NVFP4Checkpoint, load_checkpoint
+from nvfp4r.checkpoint import NVFP4Checkpoint, SaveReport, load_checkpoint, save_checkpoint
 from nvfp4r.format import NVFP4Tensor
 from nvfp4r.linear import NVFP4Linear
 from nvfp4r.quantize import quantize, quantize_activations
-from nvfp4r.writer import SaveReport, save_checkpoint
 
 if TYPE_CHECKING:
     from nvfp4r.vllm import configure, disable, enable, status

@@ -1,7 +1,7 @@
 """`nvfp4r inspect` and `nvfp4r doctor`: what a checkpoint holds, what this machine can run.
 
-This module only prints; the facts come from report.py and doctor.py. cli_bench.py has the third
-command.
+This module only prints; the facts come from checkpoint/report.py and doctor.py. cli_bench.py has
+the third command.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from nvfp4r.checkpoint import load_checkpoint
+from nvfp4r.checkpoint.dialects import CONFIG_FILE, CONFIG_KEYS, SIDE_FILE, read_json
+from nvfp4r.checkpoint.report import CheckpointReport, TensorReport, collapse, inspect_checkpoint
+from nvfp4r.checkpoint.shards import ShardedTensors
 from nvfp4r.cli_bench import bench
 from nvfp4r.console import (
     EXIT_PROBLEM,
@@ -27,11 +30,8 @@ from nvfp4r.console import (
     output,
     tensor_progress,
 )
-from nvfp4r.dialects import CONFIG_FILE, CONFIG_KEYS, SIDE_FILE, read_json
 from nvfp4r.doctor import Diagnosis, diagnose
 from nvfp4r.naming import counted, group_pattern, layer_pattern, plural
-from nvfp4r.report import CheckpointReport, TensorReport, collapse, inspect_checkpoint
-from nvfp4r.shards import ShardedTensors
 
 app = typer.Typer(
     add_completion=False,

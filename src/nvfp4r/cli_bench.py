@@ -1,6 +1,6 @@
 """`nvfp4r bench`: how fast linear layers are on this GPU, and faster plans for it.
 
-This module only prints; what is measured is bench.py's.
+This module only prints; what is measured is tuning/bench.py's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from nvfp4r.bench import (
+from nvfp4r.checkpoint import load_checkpoint
+from nvfp4r.console import EXIT_PROBLEM, count_progress, error_boundary, notes, output
+from nvfp4r.plan import Plan
+from nvfp4r.tuning.bench import (
     Machine,
     Measurement,
     MeasurementError,
@@ -30,12 +33,9 @@ from nvfp4r.bench import (
     tune_all,
     tuning_jobs,
 )
-from nvfp4r.bench_matrix import Product
-from nvfp4r.checkpoint import load_checkpoint
-from nvfp4r.console import EXIT_PROBLEM, count_progress, error_boundary, notes, output
-from nvfp4r.plan import Plan
-from nvfp4r.shapes import QWEN3_8B, Shape, checkpoint_shapes, parse_shape, parse_tokens
-from nvfp4r.tuner import MIN_GAIN
+from nvfp4r.tuning.matrix import Product
+from nvfp4r.tuning.shapes import QWEN3_8B, Shape, checkpoint_shapes, parse_shape, parse_tokens
+from nvfp4r.tuning.tuner import MIN_GAIN
 
 
 class Dtype(str, Enum):

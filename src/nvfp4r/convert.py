@@ -6,7 +6,7 @@ one for each thread, besides the output shard that the writer collects.
 
 This module runs no model: activation maxima come from calibration.py, and what calibrated methods
 make of the weights is handed over ready (`TensorSource`). It does not know what is worth quantising
-(selection.py), how files name scales (dialects.py) or how output appears on disk (writer.py).
+(selection.py), how files name scales or how output appears on disk (checkpoint/).
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ import torch
 from torch import Tensor
 
 from nvfp4r.atomic import check_target
-from nvfp4r.dialects import CONFIG_FILE, Activations, Dialect
+from nvfp4r.checkpoint.dialects import CONFIG_FILE, Activations, Dialect
+from nvfp4r.checkpoint.shards import TensorInfo
+from nvfp4r.checkpoint.writer import SaveReport, save_checkpoint
 from nvfp4r.format import NVFP4Tensor
 from nvfp4r.methods import METHODS, Method, check_method
 from nvfp4r.methods.four_over_six import global_scale_four_over_six, quantize_four_over_six
 from nvfp4r.methods.rotation import quantize_rotated, rotated_amax
 from nvfp4r.quantize import global_scale_from_amax, quantize
 from nvfp4r.selection import FLOATS, ConversionPlan, module_of, plan_conversion
-from nvfp4r.shards import TensorInfo
 from nvfp4r.threads import one_thread_per_operation
-from nvfp4r.writer import SaveReport, save_checkpoint
 
 Progress = Callable[[str, int, int, int, int], None]
 """Called after each tensor with its name, tensors done and in all, source bytes done and in all."""

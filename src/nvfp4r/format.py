@@ -5,7 +5,7 @@ for the whole matrix: `w = e2m1(code) * e4m3(block_scale) * global_scale`. The s
 docs/format.md.
 
 This module knows nothing about how the numbers were chosen (quantize.py), how files name them
-(dialects.py, checkpoint.py) or how a kernel wants them laid out (layout.py).
+(checkpoint/) or how a kernel wants them laid out (layout.py).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ A rotated layer turns blocks of 16 inputs first, in float32 (methods/rotation.py
 A layer may be packed: then it holds the weight once, in the order of the CUDA kernels, and leaves
 the arithmetic to the ops, on every device.
 
-This module knows nothing of models or files; hf.py places these layers. Nor of kernels: ops.py
+This module knows nothing of models or files; hf/ places these layers. Nor of kernels: ops.py
 chooses them.
 """
 
@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nvfp4r.dialects import Activations
+from nvfp4r.checkpoint.dialects import Activations
 from nvfp4r.format import BLOCK, NVFP4Tensor
 from nvfp4r.linear_checks import check_rotation, check_same_part, check_vectors
 from nvfp4r.methods.rotation import Rotation

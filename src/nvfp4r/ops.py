@@ -32,7 +32,7 @@ from nvfp4r.launches import (
 from nvfp4r.methods.rotation import Rotation, rotate
 from nvfp4r.packed import ORDERS, Order, PackedWeight, unpacked_chunks
 from nvfp4r.plan import TILE_BYTES, TILE_COLUMNS, TILE_ROWS, DeviceFacts
-from nvfp4r.plan_medium import MAX_MEDIUM_M
+from nvfp4r.plan.medium import MAX_MEDIUM_M
 from nvfp4r.quantize import check_activations, quantize_activations
 
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nvfp4r.dialects import CONFIG_FILE, CONFIG_KEYS, SIDE_FILE, read_json
+from nvfp4r.checkpoint.dialects import CONFIG_FILE, CONFIG_KEYS, SIDE_FILE, read_json
+from nvfp4r.checkpoint.shards import ShardedTensors, TensorInfo
+from nvfp4r.checkpoint.structure import is_embedding
 from nvfp4r.format import BLOCK
 from nvfp4r.groups import check_exclusions, fused_groups, matches_any
-from nvfp4r.shards import ShardedTensors, TensorInfo
-from nvfp4r.structure import is_embedding
 
 FLOATS = ("BF16", "F16", "F32")
 _QUANTISED = ("U8", "I8", "F4", "F8_E4M3", "F8_E5M2", "F8_E8M0")

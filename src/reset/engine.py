@@ -62,7 +62,13 @@ def is_nvfp4(folder: Path) -> bool:
     Raises:
         ValueError: there is no config.json, or it is not JSON.
     """
-    from nvfp4r.dialects import CONFIG_FILE, CONFIG_KEYS, SIDE_FILE, dialect_of, read_json
+    from nvfp4r.checkpoint.dialects import (
+        CONFIG_FILE,
+        CONFIG_KEYS,
+        SIDE_FILE,
+        dialect_of,
+        read_json,
+    )
 
     config = read_json(folder / CONFIG_FILE)
     blocks = [block for key in CONFIG_KEYS if isinstance(block := config.get(key), dict)]
@@ -95,7 +101,7 @@ def load_engine(
     folder = model_folder(model)
     quantisation = {"format": "none"}
     if is_nvfp4(folder):
-        from nvfp4r.dialects import read_config
+        from nvfp4r.checkpoint.dialects import read_config
         from nvfp4r.hf import load_model
 
         loaded = load_model(folder, device=device, dtype=torch_dtype, activations=activations)
@@ -119,7 +125,7 @@ def _load_plain(folder: Path, dtype: torch.dtype | Literal["auto"], device: str)
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map={"": device})
     except SafetensorError as error:
-        from nvfp4r.shards import ShardedTensors
+        from nvfp4r.checkpoint.shards import ShardedTensors
 
         # transformers does not say which of the files it is.
         problems = ShardedTensors(folder).problems or [f"{folder}: {error}"]

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from nvfp4r import hf_awq
 from nvfp4r.format import E4M3_MAX
+from nvfp4r.hf import awq
 from nvfp4r.methods import METHODS
 from nvfp4r.methods.four_over_six import TOP_SCALE
 from nvfp4r.methods.gptq import DAMPING
@@ -53,8 +53,8 @@ def test_numbers():
     assert "256 when scaled to 6, and 384 to 4" in FLAT
     assert DAMPING == 0.01
     assert "damped by 1 % of its mean diagonal" in FLAT
-    assert f"{1 + hf_awq._SEARCH_PASSES} runs of the texts, 11 of them" in FLAT
-    assert f"for every {hf_awq._PACK_TOKENS:,} tokens" in FLAT
+    assert f"{1 + awq._SEARCH_PASSES} runs of the texts, 11 of them" in FLAT
+    assert f"for every {awq._PACK_TOKENS:,} tokens" in FLAT
 
 
 def test_the_columns_of_the_weights_study_are_explained():

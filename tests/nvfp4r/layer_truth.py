@@ -9,12 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nvfp4r.bench_matrix import Truth
 from nvfp4r.format import NVFP4Tensor
 from nvfp4r.launches import Layer
 from nvfp4r.methods.rotation import rotate
 from nvfp4r.packed import ORDERS, pack
 from nvfp4r.quantize import quantize_activations
+from nvfp4r.tuning.matrix import Truth
 
 MODES = {  # whether x is quantised, and its rotation
     "W4A16": (False, None),

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from nvfp4r import reference
 from nvfp4r.format import NVFP4Tensor
 from nvfp4r.linear import NVFP4Linear
-
-from .toy_models import VOCAB, toy_model
+from tests.nvfp4r.toy_models import VOCAB, toy_model
 
 ROUNDED = 2.0**-24
 """Relative error of an addition that rounds to float32."""

@@ -10,8 +10,7 @@ from nvfp4r.calibration import ActivationMaxima, calibrate, unpadded_rows
 from nvfp4r.linear import NVFP4Linear
 from nvfp4r.methods.rotation import hadamard16
 from nvfp4r.quantize import global_scale_from_amax, quantize
-
-from .toy_models import linear_names, token_ids, toy_model
+from tests.nvfp4r.toy_models import linear_names, token_ids, toy_model
 
 Q_PROJ = "model.layers.0.self_attn.q_proj"
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nvfp4r import reference
-from nvfp4r.dialects import config_block, hf_quant_config
+from nvfp4r.checkpoint.dialects import config_block, hf_quant_config
 from nvfp4r.format import NVFP4Tensor, decode_e2m1, unpack_codes
 from nvfp4r.methods.rotation import rotate
 from nvfp4r.quantize import divisor_for, quantize

@@ -14,7 +14,7 @@ import torch
 from nvfp4r.launches import required_facts, run_plan, run_prologue
 from nvfp4r.ops import gemm, linear
 from nvfp4r.plan import choose_plan, plan_with
-from nvfp4r.plan_large import LARGE_HELD, LargeSplit
+from nvfp4r.plan.large import LARGE_HELD, LargeSplit
 from tests.nvfp4r.layer_truth import MODES, layer_truth, random_layer, random_x
 
 pytestmark = pytest.mark.gpu

@@ -8,12 +8,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nvfp4r.bench_matrix import truth_of
 from nvfp4r.launches import Layer, required_facts, run_prologue
 from nvfp4r.methods.rotation import rotate
 from nvfp4r.ops import gemm, linear, quantize
 from nvfp4r.packed import ORDERS, pack
 from nvfp4r.quantize import quantize as quantize_weight
+from nvfp4r.tuning.matrix import truth_of
 from tests.nvfp4r.test_prologue_on_host import assert_same_bits, rough
 
 pytestmark = pytest.mark.gpu

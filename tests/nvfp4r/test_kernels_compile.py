@@ -16,9 +16,9 @@ from nvfp4r.jit import (
 )
 from nvfp4r.jit.module import LATE_TRIGGER
 from nvfp4r.plan import DeviceFacts, choose_plan
-from nvfp4r.plan_large import LARGE_HELD, LARGE_WARPS, LargeSplit
+from nvfp4r.plan.large import LARGE_HELD, LARGE_WARPS, LargeSplit
 
-# How many CTAs of a kernel an SM must hold, as in nvfp4r.cu: plan.py counts on them. With the
+# How many CTAs of a kernel an SM must hold, as in nvfp4r.cu: plan/ counts on them. With the
 # 65,536 registers of an SM that is a ceiling for each. By what comes before and after the dtype.
 CTAS_PER_SM = {
     "small_w4": 6,
@@ -172,7 +172,7 @@ def test_registers_that_move_between_warpgroups_are_those_of_the_launch(target, 
 
 
 def test_threads_of_a_plan_are_those_of_the_source():
-    """plan_large.py and large_work.cuh say both how many warps there are beside those that
+    """plan/large.py and large_work.cuh say both how many warps there are beside those that
     multiply: one, or a warpgroup that gives registers away."""
     assert constant("large_work.cuh", r"int kLargeWarps = (\d+);") == (LARGE_WARPS,)
     whole, one = constant("large_work.cuh", r"\(moves_registers\(NT, RT\) \? (\d+) : (\d+)\)")
@@ -184,7 +184,7 @@ def test_threads_of_a_plan_are_those_of_the_source():
 
 @pytest.mark.parametrize("name", [*TARGETS, *FURTHER_TARGETS])
 def test_targets_with_wgmma_have_what_its_kernel_takes_for_granted(name):
-    """linear_large copies in bulk, shares K in clusters, and plan_large.py counts on them."""
+    """linear_large copies in bulk, shares K in clusters, and plan/large.py counts on them."""
     target = target_named(name)
     assert not target.has_wgmma or (target.has_bulk_copy and target.has_cluster)
 

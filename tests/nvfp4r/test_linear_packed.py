@@ -14,8 +14,7 @@ from nvfp4r.format import NVFP4Tensor
 from nvfp4r.linear import NVFP4Linear
 from nvfp4r.packed import pack
 from nvfp4r.quantize import global_scale_from_amax, quantize
-
-from .packed_truth import assert_linear
+from tests.nvfp4r.packed_truth import assert_linear
 
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
 W4A4 = {"input_scale": torch.tensor(0.002), "activations": "nvfp4"}

@@ -15,8 +15,7 @@ from nvfp4r.ops import gemm, gemv, linear, rotated
 from nvfp4r.ops import quantize as quantize_op
 from nvfp4r.packed import pack
 from nvfp4r.quantize import global_scale_from_amax, quantize
-
-from .rotated_truth import assert_rotated, grid, rotated_values, turn
+from tests.nvfp4r.rotated_truth import assert_rotated, grid, rotated_values, turn
 
 ROTATION = "hadamard16"
 HALVES = {"bf16": torch.bfloat16, "f16": torch.float16}

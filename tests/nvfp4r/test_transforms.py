@@ -12,15 +12,14 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from nvfp4r.checkpoint import load_checkpoint
+from nvfp4r.checkpoint.dialects import config_block, read_config
+from nvfp4r.checkpoint.writer import save_checkpoint
 from nvfp4r.cli import app
-from nvfp4r.dialects import config_block, read_config
 from nvfp4r.format import NVFP4Tensor
 from nvfp4r.quantize import quantize
 from nvfp4r.transforms import parse_transforms
-from nvfp4r.writer import save_checkpoint
-
-from .rotated_truth import HADAMARD
-from .toy import expect_refusal, write_toy
+from tests.nvfp4r.rotated_truth import HADAMARD
+from tests.nvfp4r.toy import expect_refusal, write_toy
 
 UP = "model.layers.1.mlp.up_proj"
 CT = "compressed-tensors"

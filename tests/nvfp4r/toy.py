@@ -20,8 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nvfp4r.checkpoint import load_checkpoint
-
-from .sources import HIDDEN, LINEARS, VOCABULARY
+from tests.nvfp4r.sources import HIDDEN, LINEARS, VOCABULARY
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 

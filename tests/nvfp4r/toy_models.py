@@ -19,9 +19,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from nvfp4r.checkpoint.writer import save_checkpoint
 from nvfp4r.format import NVFP4Tensor
 from nvfp4r.quantize import quantize
-from nvfp4r.writer import save_checkpoint
 
 VOCAB = 128
 KINDS = {

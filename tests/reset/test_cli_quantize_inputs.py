@@ -12,9 +12,9 @@ import torch
 from transformers import BloomConfig, BloomForCausalLM, MixtralConfig, MixtralForCausalLM
 from typer.testing import CliRunner
 
-from nvfp4r import hidden_states
 from nvfp4r.checkpoint import load_checkpoint
-from nvfp4r.hf_layers import LayerwiseModel, NotLayerwiseError
+from nvfp4r.hf import hidden_states
+from nvfp4r.hf.layers import LayerwiseModel, NotLayerwiseError
 from reset.cli import quantize_calibrated
 from reset.cli.quantize import app
 from reset.texts import read_texts
@@ -68,7 +68,7 @@ def test_layer_by_layer_makes_the_bytes_that_the_whole_model_makes(
     def refuse(plan):
         raise NotLayerwiseError("as this test wants it")
 
-    monkeypatch.setattr(quantize_calibrated.hf_sequential, "check_architecture", refuse)
+    monkeypatch.setattr(quantize_calibrated.sequential, "check_architecture", refuse)
     error = run(model, texts, tmp_path / "whole", *flags)
     assert error.count(WHOLE) == error.count("as this test wants it") == 1
     assert files_of(tmp_path / "layers") == files_of(tmp_path / "whole")

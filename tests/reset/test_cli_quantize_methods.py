@@ -136,12 +136,12 @@ def test_the_largest_inputs_are_measured_on_whatever_text_there_is(model, texts,
 
 def test_a_command_that_was_ended_goes_on(model, texts, tmp_path, monkeypatch):
     """Ended in the second layer, by whatever; the next one writes the bytes of a whole run."""
-    from nvfp4r import hf_sequential
+    from nvfp4r.hf import sequential
 
     arguments = ["--model", model, "--method", "mr-gptq", "--calib-data", texts, *COMPRESSED]
     arguments += ["--activations", "nvfp4", "--calib-tokens", TOKENS]
     run(*arguments, "--output", tmp_path / "whole")
-    factorise, calls = hf_sequential.factorise, []
+    factorise, calls = sequential.factorise, []
 
     def ended(hessian, damping):
         calls.append(hessian.name)
@@ -149,7 +149,7 @@ def test_a_command_that_was_ended_goes_on(model, texts, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return factorise(hessian, damping)
 
-    monkeypatch.setattr(hf_sequential, "factorise", ended)
+    monkeypatch.setattr(sequential, "factorise", ended)
     RUNNER.invoke(app, [str(a) for a in (*arguments, "--output", tmp_path / "out")])
     monkeypatch.undo()
     assert {path.name for path in tmp_path.iterdir()} == {"whole", "out.work"}

@@ -1,4 +1,4 @@
-// The one module of this package: every kernel, compiled for one target. Names as plan.py spells
+// The one module of this package: every kernel, compiled for one target. Names as plan/ spells
 // them. HELD is how many CTAs of a kernel an SM shall hold, which bounds registers.
 #if NVFP4R_HAS_WGMMA
 #include "arrange.cuh"

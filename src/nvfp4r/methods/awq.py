@@ -1,6 +1,6 @@
 """Which scales on input channels a checkpoint keeps, and the tensors that they make.
 
-The scales themselves come from outside (hf_awq.py); here they are tried on a sample of what
+The scales themselves come from outside (hf/awq.py); here they are tried on a sample of what
 entered the layers. A block, attention or MLP, of a decoder layer takes the combination with the
 least output error among those under which none of its layers is worse than by round to nearest.
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from nvfp4r.dialects import Activations
+from nvfp4r.checkpoint.dialects import Activations
 from nvfp4r.format import NVFP4Tensor
 from nvfp4r.methods.folding import FoldPoint, Folds, divided_norm
 from nvfp4r.quantize import global_scale_from_amax, quantize, quantize_activations

@@ -11,7 +11,7 @@ those before it are rounded, is W_j + (sum_{i<j} E_i R_ij) / R_jj. The codes are
 is inverted, and E can be kept in the place of the columns that are done.
 
 This module knows matrices: which layers share inputs, and where those come from, is the business of
-whoever runs the model (hf_sequential.py).
+whoever runs the model (hf/sequential.py).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A rotated layer stores Q(rotate(W)) and computes rotate(x) @ Q(rotate(W)).T. Without Q that is
 x @ W.T, as the matrix is orthogonal, symmetric and so its own inverse. It spreads an outlier over
 its block, which makes values more alike but also the largest of an even block larger. How a
-checkpoint says that it is rotated is the business of dialects.py; linear.py rotates activations.
+checkpoint says that it is rotated is the business of checkpoint/; linear.py rotates activations.
 """
 
 from __future__ import annotations

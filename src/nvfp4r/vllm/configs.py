@@ -47,7 +47,7 @@ from vllm.platforms import PlatformEnum
 
 import nvfp4r
 from nvfp4r.checkpoint import load_checkpoint
-from nvfp4r.dialects import Activations, Dialect
+from nvfp4r.checkpoint.dialects import Activations, Dialect
 from nvfp4r.format import BLOCK
 from nvfp4r.jit.module import inductor_starts_early
 from nvfp4r.methods.rotation import Rotation

@@ -18,7 +18,7 @@ from vllm.model_executor.kernels.linear import NvFp4LinearKernel, NvFp4LinearLay
 from vllm.platforms import current_platform
 
 import nvfp4r.vllm.op  # noqa: F401 - registers torch.ops.nvfp4r.vllm_linear
-from nvfp4r.dialects import Activations
+from nvfp4r.checkpoint.dialects import Activations
 from nvfp4r.format import NVFP4Tensor
 from nvfp4r.jit import UnsupportedGPUError, load_module, target_for
 from nvfp4r.launches import required_facts

@@ -25,7 +25,7 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.parameter import ModelWeightParameter, PerTensorScaleParameter
 from vllm.model_executor.utils import set_weight_attrs
 
-from nvfp4r.dialects import TENSOR_NAMES, Activations, Dialect
+from nvfp4r.checkpoint.dialects import TENSOR_NAMES, Activations, Dialect
 from nvfp4r.format import BLOCK
 from nvfp4r.transforms import Transform, is_stored_matrix
 from nvfp4r.vllm.kernel import NVFP4RLinearKernel, checked_dtype

@@ -14,10 +14,10 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from nvfp4r.dialects import Activations
+from nvfp4r.checkpoint.dialects import Activations
 from nvfp4r.launches import plan_for
 from nvfp4r.plan import DeviceFacts, choose_plan
-from nvfp4r.plan_medium import MAX_KERNEL_M
+from nvfp4r.plan.medium import MAX_KERNEL_M
 from nvfp4r.vllm.settings import NO_LIMIT
 
 

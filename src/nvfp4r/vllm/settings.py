@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from nvfp4r.dialects import Activations
+from nvfp4r.checkpoint.dialects import Activations
 
 ActivationSetting = Literal["auto", "nvfp4", "none"]
 

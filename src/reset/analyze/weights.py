@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from nvfp4r.checkpoint import NVFP4Checkpoint, load_checkpoint
-from nvfp4r.dialects import CONFIG_FILE, CONFIG_KEYS, SIDE_FILE, read_json
+from nvfp4r.checkpoint.dialects import CONFIG_FILE, CONFIG_KEYS, SIDE_FILE, read_json
+from nvfp4r.checkpoint.shards import ShardedTensors
 from nvfp4r.format import BLOCK, E2M1_MAX, NVFP4Tensor, row_chunks, unpack_codes
 from nvfp4r.methods.rotation import Rotation, rotate
-from nvfp4r.shards import ShardedTensors
 from reset.analyze.study import Row, Study, rounded
 from reset.calibrate import folder_sha256
 

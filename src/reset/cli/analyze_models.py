@@ -119,7 +119,7 @@ def _runs(models: list[str], activations: list[Activations]) -> list[tuple[str, 
         ValueError: a model or a way is given twice; there is no NVFP4 checkpoint to apply the
             ways to; W4A4 is asked of a checkpoint without input scales. Names them.
     """
-    from nvfp4r.dialects import read_config
+    from nvfp4r.checkpoint.dialects import read_config
     from reset.engine import is_nvfp4
 
     for flag, values in (("--model", models), ("--activations", [a.value for a in activations])):

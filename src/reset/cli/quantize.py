@@ -12,9 +12,9 @@ import typer
 from rich.markup import escape
 
 from nvfp4r.atomic import check_target, require_space
+from nvfp4r.checkpoint.dialects import CONFIG_FILE
 from nvfp4r.console import error_boundary, notes, tensor_progress
 from nvfp4r.convert import check_dialect, convert, weight_maxima
-from nvfp4r.dialects import CONFIG_FILE
 from nvfp4r.methods import METHODS, Method, check_method, gptq
 from nvfp4r.selection import ConversionPlan, plan_conversion
 from reset.cli import options

@@ -15,14 +15,14 @@ import torch
 from rich.markup import escape
 from torch import Tensor
 
-from nvfp4r import hf_awq, hf_sequential
 from nvfp4r.calibration import calibrate
+from nvfp4r.checkpoint.dialects import Activations
 from nvfp4r.console import count_progress, format_bytes, notes, step_progress
 from nvfp4r.convert import TensorSource
-from nvfp4r.dialects import Activations
-from nvfp4r.hf_layers import NotLayerwiseError, hidden_bytes
-from nvfp4r.hf_maxima import input_maxima
-from nvfp4r.hidden_states import require_room
+from nvfp4r.hf import awq, sequential
+from nvfp4r.hf.hidden_states import require_room
+from nvfp4r.hf.layers import NotLayerwiseError, hidden_bytes
+from nvfp4r.hf.maxima import input_maxima
 from nvfp4r.methods import Method, gptq
 from nvfp4r.methods.folding import fold_points
 from nvfp4r.selection import ConversionPlan
@@ -45,10 +45,10 @@ def check_method_fits(plan: ConversionPlan, method: Method) -> str | None:
     """
     if method.calibrated and method.name not in gptq.METHODS:
         fold_points(plan)
-        hf_awq.require_modelopt()
+        awq.require_modelopt()
         return None
     try:
-        hf_sequential.check_architecture(plan)
+        sequential.check_architecture(plan)
     except NotLayerwiseError as error:
         if method.calibrated:
             raise
@@ -136,7 +136,7 @@ class Calibration:
         damping = gptq.DAMPING if damping is None else damping
         work = None
         if method.name in gptq.METHODS:
-            work = hf_sequential.work_folder(
+            work = sequential.work_folder(
                 output,
                 plan,
                 rows,
@@ -171,7 +171,7 @@ class Calibration:
                     soft_wrap=True,
                 )
             with step_progress("calibrating", "layers") as step:
-                return hf_sequential.gptq_tensors(
+                return sequential.gptq_tensors(
                     self.plan,
                     self.rows,
                     self.device,
@@ -184,7 +184,7 @@ class Calibration:
                 )
         if self.method.calibrated:
             with step_progress("calibrating", "passes") as step:
-                return hf_awq.awq_tensors(
+                return awq.awq_tensors(
                     self.plan,
                     self.rows,
                     self.device,
@@ -239,7 +239,7 @@ class Calibration:
         }
         if self.work is not None:
             found["damping"] = self.damping
-            found["inputs"] = hf_sequential.finished_records(self.work)
+            found["inputs"] = sequential.finished_records(self.work)
         return found
 
     def finish(self) -> None:

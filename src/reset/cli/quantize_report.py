@@ -13,10 +13,10 @@ import torch
 from rich.markup import escape
 from rich.table import Table
 
+from nvfp4r.checkpoint.writer import SaveReport
 from nvfp4r.console import format_bytes, output
 from nvfp4r.naming import counted, group_pattern, layer_pattern
 from nvfp4r.selection import ConversionPlan
-from nvfp4r.writer import SaveReport
 
 _STATUS = Path("/proc/self/status")
 

@@ -10,11 +10,11 @@ import torch
 
 from nvfp4r import reference
 from nvfp4r.checkpoint import load_checkpoint
+from nvfp4r.checkpoint.writer import save_checkpoint
 from nvfp4r.format import unpack_codes
 from nvfp4r.methods.four_over_six import global_scale_four_over_six, quantize_four_over_six
 from nvfp4r.quantize import divisor_for, global_scale_from_amax, quantize
 from nvfp4r.selection import plan_conversion
-from nvfp4r.writer import save_checkpoint
 
 ONE = torch.tensor(1.0)
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

@@ -15,7 +15,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-from nvfp4r.dialects import config_block, hf_quant_config
+from nvfp4r.checkpoint.dialects import config_block, hf_quant_config
 from nvfp4r.vllm import configs
 from nvfp4r.vllm.kernel import NVFP4RLinearKernel
 from nvfp4r.vllm.methods import NVFP4RLinearMethod

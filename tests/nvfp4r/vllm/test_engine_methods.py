@@ -11,8 +11,8 @@ import torch
 
 from nvfp4r.convert import convert, weight_maxima
 from nvfp4r.hf import load_model
-from nvfp4r.hf_awq import awq_tensors
-from nvfp4r.hf_sequential import gptq_tensors, work_folder
+from nvfp4r.hf.awq import awq_tensors
+from nvfp4r.hf.sequential import gptq_tensors, work_folder
 from nvfp4r.methods import METHODS
 from nvfp4r.selection import plan_conversion
 from tests.nvfp4r.vllm.engines import run_engines, with_entry_point

@@ -19,7 +19,7 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from nvfp4r import NVFP4Tensor, quantize
-from nvfp4r.dialects import TENSOR_NAMES
+from nvfp4r.checkpoint.dialects import TENSOR_NAMES
 from nvfp4r.vllm.methods import NVFP4RLinearMethod
 from tests.nvfp4r.vllm.test_configs import make_config
 

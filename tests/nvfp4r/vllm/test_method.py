@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from vllm.model_executor.layers.quantization import get_quantization_config
 
 from nvfp4r import NVFP4Tensor, quantize
-from nvfp4r.dialects import TENSOR_NAMES
+from nvfp4r.checkpoint.dialects import TENSOR_NAMES
 from nvfp4r.quantize import quantize_activations
 from nvfp4r.vllm import register
 from nvfp4r.vllm.methods import NVFP4RLinearMethod

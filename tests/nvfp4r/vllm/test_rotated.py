@@ -24,7 +24,7 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from nvfp4r import NVFP4Tensor
-from nvfp4r.dialects import config_block
+from nvfp4r.checkpoint.dialects import config_block
 from nvfp4r.vllm import configs
 from nvfp4r.vllm.methods import NVFP4RLinearMethod
 from nvfp4r.vllm.record import LayerShape, record

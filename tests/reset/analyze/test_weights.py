@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+from nvfp4r.checkpoint.dialects import SIDE_FILE
 from nvfp4r.convert import quantise_checkpoint
-from nvfp4r.dialects import SIDE_FILE
 from nvfp4r.format import unpack_codes
 from nvfp4r.methods.rotation import hadamard16, quantize_rotated
 from nvfp4r.quantize import quantize
