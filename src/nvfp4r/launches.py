@@ -1,8 +1,8 @@
 """Calls of the CUDA kernels: arguments as the sources declare them, outputs, grids.
 
 Nothing is checked here: ops.py has looked at every tensor before. Knows the argument structures of
-kernels/*.cuh; which kernel computes a product is the choice of plan/, or that of a measurement on
-this GPU (tuning/tuned.py).
+kernels/*.cuh; which kernel computes a product is the choice of plan/, by its rule or by what was
+measured on this GPU (plan/tuned.py).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from nvfp4r.plan import (
 )
 from nvfp4r.plan.large import LargeSplit
 from nvfp4r.plan.medium import MAX_KERNEL_M, MAX_MEDIUM_M
-from nvfp4r.tuning.tuned import Problem, TunedPlans, load_tuned
+from nvfp4r.plan.tuned import Problem, TunedPlans, load_tuned
 
 _LINEAR = struct.Struct("@6P8i0P")  # struct LinearArgs of kernels/linear_args.cuh
 _LARGE = struct.Struct("@6P8i0P")  # struct LargeArgs of kernels/large_work.cuh

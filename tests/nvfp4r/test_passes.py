@@ -15,7 +15,7 @@ from nvfp4r.plan import DeviceFacts, plan_with
 from nvfp4r.plan.large import LargeSplit
 from nvfp4r.plan.medium import MediumSplit
 from nvfp4r.plan.small import SmallSplit
-from nvfp4r.tuning.tuned import Problem, Tuned
+from nvfp4r.plan.tuned import Problem, Tuned
 
 H200 = DeviceFacts(sm_count=132, shared_bytes_per_block=232_448, has_pdl=True, has_cluster=True)
 N, K = 40, 144

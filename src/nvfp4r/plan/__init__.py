@@ -1,7 +1,7 @@
 """Which kernel multiplies which shape, and how its work is shared: plain data and rules.
 
 Launches nothing and asks no GPU. `choose_plan` is the rule; small, medium and large.py hold what
-was measured for each kernel.
+was measured for each kernel, tuned.py what `nvfp4r bench --tune` has found for one GPU.
 """
 
 from nvfp4r.plan.choose import (

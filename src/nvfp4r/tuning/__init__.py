@@ -1,4 +1,4 @@
-"""`nvfp4r bench`: layers measured on this GPU, and plans found faster than the rule's, on disk.
+"""`nvfp4r bench`: layers measured on this GPU, and plans that are faster than the rule's.
 
-The kernels' calls read the plans kept (tuned.py); all else runs only when somebody measures.
+Runs only when somebody measures; what it finds is kept by plan/tuned.py.
 """

@@ -1,7 +1,7 @@
 """Measures packed linear layers on this machine's GPU, and tunes their plans.
 
 Every result is compared with float64 before anything is timed. This module prints nothing;
-matrix.py has the products and their times, tuner.py says which plan wins, tuned.py keeps it.
+matrix.py has the products and their times, tuner.py says which plan wins, plan/tuned.py keeps it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from nvfp4r.jit.cache import FOLDER_VARIABLE
 from nvfp4r.launches import plan_for, required_facts, tuned_plans
 from nvfp4r.plan import DeviceFacts, Plan, choose_plan, token_range
 from nvfp4r.plan.medium import MAX_MEDIUM_M
+from nvfp4r.plan.tuned import Problem, Tuned, TunedFile, tuned_file
 from nvfp4r.tuning.candidates import candidate_plans
 from nvfp4r.tuning.matrix import Matrix, Product
 from nvfp4r.tuning.shapes import Shape
 from nvfp4r.tuning.timing import read_bandwidth, rotated_bytes
-from nvfp4r.tuning.tuned import Problem, Tuned, TunedFile, tuned_file
 from nvfp4r.tuning.tuner import Plans, Verdict, tune
 
 _PLAUSIBLE = 1.05  # times the bandwidth of a large sum, which is not the very best a GPU can do

@@ -14,13 +14,13 @@ from nvfp4r.launches import Layer, plan_for, required_facts, run_plan, tuned_pla
 from nvfp4r.ops import linear
 from nvfp4r.packed import PackedWeight, pack, unpack
 from nvfp4r.plan import TOKEN_RANGES, choose_plan, plan_with, token_range
+from nvfp4r.plan.tuned import Problem, Tuned
 from nvfp4r.quantize import quantize
 from nvfp4r.tuning.bench import job_candidates, require_machine, require_tuned_file, tuning_jobs
 from nvfp4r.tuning.candidates import candidate_plans
 from nvfp4r.tuning.matrix import Matrix, Product
 from nvfp4r.tuning.shapes import Shape
 from nvfp4r.tuning.timing import rotated_bytes
-from nvfp4r.tuning.tuned import Problem, Tuned
 
 pytestmark = pytest.mark.gpu
 N, K = 1032, 1104  # neither whole row tiles nor whole blocks of columns

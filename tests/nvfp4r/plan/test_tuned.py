@@ -14,12 +14,11 @@ import torch
 from nvfp4r import launches, ops
 from nvfp4r.launches import plan_for
 from nvfp4r.packed import pack
-from nvfp4r.plan import DeviceFacts, choose_plan
+from nvfp4r.plan import DeviceFacts, choose_plan, tuned
 from nvfp4r.plan.medium import MediumSplit
 from nvfp4r.plan.small import SmallSplit
+from nvfp4r.plan.tuned import Problem, Tuned, load_tuned, sources_key, tuned_file
 from nvfp4r.quantize import quantize
-from nvfp4r.tuning import tuned
-from nvfp4r.tuning.tuned import Problem, Tuned, load_tuned, sources_key, tuned_file
 
 H200 = DeviceFacts(132, 232_448, has_pdl=True, has_cluster=True, has_wgmma=True)
 GPU = "NVIDIA H200"
@@ -35,8 +34,8 @@ PLANS = {
 # As a user who owns nothing here: root could write anywhere.
 STRANGER = """
 import logging, os
-from tests.nvfp4r.tuning.test_tuned import GPU, H200, PLANS
-from nvfp4r.tuning.tuned import load_tuned, tuned_file
+from tests.nvfp4r.plan.test_tuned import GPU, H200, PLANS
+from nvfp4r.plan.tuned import load_tuned, tuned_file
 logging.basicConfig()
 file = tuned_file(GPU, H200)
 if os.geteuid() == 0:

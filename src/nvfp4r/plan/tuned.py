@@ -4,7 +4,7 @@ One JSON file a GPU model, beside the compiled kernels. It is used where it was 
 kernels, on the same kind of GPU. Anything else in its place is ignored, with a warning that names
 it, and so is a file with an entry that the kernels could not run. Deleting it is safe at any time.
 
-Knows what a plan is, not how one is found (tuner.py) or launched.
+Knows what a plan is, not how one is found (tuning/) or launched.
 """
 
 from __future__ import annotations
