@@ -6,7 +6,6 @@ another. Knows the GPU by `DeviceFacts`, launches nothing.
 The rules rest on measurements, one H200, 132 SMs, 2026-11-29, bf16, CUDA graph with PDL, weights
 rotated through 320 MB: for up to 8 tokens in small.py, for 9 to 64 in medium.py, for many
 on compute capability 9.0 in large.py.
-
 """
 
 from __future__ import annotations

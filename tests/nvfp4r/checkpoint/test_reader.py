@@ -12,6 +12,7 @@ import nvfp4r.checkpoint.shards
 from nvfp4r.checkpoint import load_checkpoint
 from nvfp4r.checkpoint.dialects import hf_quant_config
 from nvfp4r.format import NVFP4Tensor
+from tests.nvfp4r.checkpoint.test_dialects import SIDE
 from tests.nvfp4r.sources import LINEARS
 from tests.nvfp4r.toy import (
     matrix,
@@ -127,16 +128,7 @@ def test_a10_block_in_hf_quant_config_only(tmp_path, activations):
         activations=activations,
         edit_config=lambda config: config.pop("quantization_config"),
     )
-    side = {
-        "producer": {"name": "modelopt", "version": "0.35.1"},
-        "quantization": {
-            "quant_algo": "NVFP4",
-            "kv_cache_quant_algo": None,
-            "group_size": 16,
-            "exclude_modules": ["lm_head"],
-        },
-    }
-    (toy.folder / "hf_quant_config.json").write_text(json.dumps(side))
+    (toy.folder / "hf_quant_config.json").write_text(json.dumps(SIDE))
     checkpoint = load_checkpoint(toy.folder)
     # Nothing in this file tells W4A4 from W4A16: the input scales do.
     assert (checkpoint.dialect, checkpoint.activations) == ("modelopt", activations)
