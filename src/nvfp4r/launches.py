@@ -3,22 +3,26 @@
 Nothing is checked here: ops.py has looked at every tensor before. Knows the argument structures of
 kernels/*.cuh; which kernel computes a product is the choice of plan/, by its rule or by what was
 measured on this GPU (plan/tuned.py).
+
+Where no CUDA graph replays the calls, the time that a call takes on the host counts. So whatever
+depends on sizes alone is found once (`_product_launches`), and a call adds addresses.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from nvfp4r.format import BLOCK
-from nvfp4r.jit import UnsupportedGPUError, load_module, target_for
+from nvfp4r.jit import Launch, UnsupportedGPUError, load_module, target_for
 from nvfp4r.packed import ORDERS
 from nvfp4r.plan import (
+    TILE_COLUMNS,
     TILE_ROWS,
     DeviceFacts,
     Plan,
@@ -153,70 +157,103 @@ def run_plan(
         facts = required_facts(x.device.index)
         x, prologue = run_prologue(x, layer.input_scale, facts, rotation=layer.rotation), 0
     M = x.shape[0]
-    y = torch.empty((M, layer.N), dtype=x.dtype, device=x.device) if out is None else out
+    y = x.new_empty((M, layer.N)) if out is None else out
+    run = _run_large if isinstance(plan.split, LargeSplit) else _run_once
+    if plan.passes == 1:
+        run(plan, x, layer, y, prologue)
+        return y
     step = -(-M // plan.passes)
     for first in range(0, M, step):
         rows = slice(first, first + step)
-        run = _run_large if isinstance(plan.split, LargeSplit) else _run_once
         run(plan, x[rows], layer, y[rows], prologue)
     return y
 
 
+class _ProductLaunches(NamedTuple):
+    """What all calls have in common that run a plan for so many tokens of such a matrix.
+
+    Attributes:
+        product: the plan's kernel.
+        sizes: the end of its argument, from M on.
+        arrange: the kernel before it that arranges x, of linear_large alone.
+        arranged: shape of what that makes.
+    """
+
+    product: Launch
+    sizes: tuple[int, ...]
+    arrange: Launch | None = None
+    arranged: tuple[int, ...] = ()
+
+
+@lru_cache(maxsize=1 << 14)  # as many as choose_plan keeps
+def _product_launches(
+    plan: Plan, M: int, N: int, K: int, order: str, device_index: int, prologue: int
+) -> _ProductLaunches:
+    """For x [M, K] on a GPU; `prologue` is what the plan's own kernels do to it."""
+    product = (
+        load_module(device_index)
+        .kernel(plan.kernel)
+        .configured(
+            grid=(plan.grid, 1, 1),
+            block=plan.threads,
+            shared_bytes=plan.shared_bytes,
+            cluster=plan.cluster,
+            pdl=plan.pdl,
+        )
+    )
+    tiles, kblocks = -(-N // TILE_ROWS), -(-K // TILE_COLUMNS)
+    sizes = (M, N, K, tiles, kblocks, plan.depth, plan.x_depth)
+    if not isinstance(plan.split, LargeSplit):
+        return _ProductLaunches(product, (*sizes, prologue))
+    stages, groups = -(-K // 64), -(-M // 8)
+    threads = stages * groups * 32
+    arrange = _through("arrange", order, threads, required_facts(device_index), device_index)
+    return _ProductLaunches(product, (*sizes, plan.split.row_units), arrange, (stages, groups, 512))
+
+
 def _run_once(plan: Plan, x: Tensor, layer: Layer, y: Tensor, prologue: int) -> None:
     """One launch, for at most as many rows as the plan's kernel takes."""
-    M, N, K = x.shape[0], layer.N, layer.K
-    argument = _LINEAR.pack(
+    index = x.device.index
+    shared = _product_launches(plan, x.shape[0], layer.N, layer.K, layer.order, index, prologue)
+    argument = _LINEAR.pack(*_addresses(x, layer, y), *shared.sizes)
+    _put(index, (shared.product, argument))
+
+
+def _run_large(plan: Plan, x: Tensor, layer: Layer, y: Tensor, prologue: int) -> None:
+    """Two launches: x into the order of kernels/arrange.cuh, prepared on the way; the product."""
+    M, K, index = x.shape[0], layer.K, x.device.index
+    shared = _product_launches(plan, M, layer.N, K, layer.order, index, prologue)
+    assert shared.arrange is not None
+    arranged = x.new_empty(shared.arranged)
+    addresses = _addresses(arranged, layer, y)
+    arrange = _ARRANGE.pack(x.data_ptr(), addresses[1], addresses[5], M, K, prologue)
+    product = _LARGE.pack(*addresses, *shared.sizes)
+    _put(index, (shared.arrange, arrange), (shared.product, product))
+
+
+def _addresses(x: Tensor, layer: Layer, y: Tensor) -> tuple[int, int, int, int, int, int]:
+    """The start of LinearArgs and LargeArgs."""
+    return (
         layer.tiles.data_ptr(),
         x.data_ptr(),
         y.data_ptr(),
         layer.alpha.data_ptr(),
         0 if layer.bias is None else layer.bias.data_ptr(),
         0 if layer.input_scale is None else layer.input_scale.data_ptr(),
-        *(M, N, K, *layer.tiles.shape[:2], plan.depth, plan.x_depth, prologue),
     )
-    _launch(plan, x, argument)
 
 
-def _run_large(plan: Plan, x: Tensor, layer: Layer, y: Tensor, prologue: int) -> None:
-    """Two launches: x into the order of the kernel, prepared on the way, then the product."""
-    assert isinstance(plan.split, LargeSplit)
-    M, K = x.shape
-    input_scale = 0 if layer.input_scale is None else layer.input_scale.data_ptr()
-    x = _arranged(x, input_scale, prologue)
-    argument = _LARGE.pack(
-        layer.tiles.data_ptr(),
-        x.data_ptr(),
-        y.data_ptr(),
-        layer.alpha.data_ptr(),
-        0 if layer.bias is None else layer.bias.data_ptr(),
-        input_scale,
-        *(M, layer.N, K, *layer.tiles.shape[:2], plan.depth, plan.x_depth, plan.split.row_units),
-    )
-    _launch(plan, x, argument)
-
-
-def _arranged(x: Tensor, input_scale: int, prologue: int) -> Tensor:
-    """x [M, K] in the order of kernels/arrange.cuh; the scale by its address, or 0."""
-    M, K = x.shape
-    stages, groups = -(-K // 64), -(-M // 8)
-    arranged = torch.empty((stages, groups, 512), dtype=x.dtype, device=x.device)
-    argument = _ARRANGE.pack(x.data_ptr(), arranged.data_ptr(), input_scale, M, K, prologue)
-    facts = required_facts(x.device.index)
-    _go_through("arrange", x, argument, stages * groups * 32, facts)
-    return arranged
-
-
-def _launch(plan: Plan, like: Tensor, argument: bytes) -> None:
-    with torch.cuda.device(like.device):
-        load_module(like.device.index).kernel(plan.kernel).launch(
-            argument,
-            grid=(plan.grid, 1, 1),
-            block=plan.threads,
-            shared_bytes=plan.shared_bytes,
-            cluster=plan.cluster,
-            pdl=plan.pdl,
-            stream=torch.cuda.current_stream().cuda_stream,
-        )
+def _put(device_index: int, *launches: tuple[Launch, bytes]) -> None:
+    """Kernels with their arguments on the current stream of a GPU, one after the other."""
+    if torch.cuda.current_device() != device_index:
+        with torch.cuda.device(device_index):
+            _put(device_index, *launches)
+        return
+    # torch.cuda.current_stream(device_index).cuda_stream, without an object for the stream; what
+    # torch.compile writes into its own code.
+    stream = torch._C._cuda_getCurrentRawStream(device_index)
+    for launch, argument in launches:
+        launch(argument, stream)
 
 
 def run_prologue(
@@ -250,7 +287,8 @@ def run_prologue(
             blocks,
             _prologue(input_scale, rotation),
         )
-        _go_through("quantize", x, argument, blocks, facts)
+        index = x.device.index
+        _put(index, (_through("quantize", ORDERS[x.dtype], blocks, facts, index), argument))
     return values
 
 
@@ -276,21 +314,17 @@ def unpacked_rows(layer: Layer, M: int, facts: DeviceFacts) -> Iterator[tuple[Te
         argument = _UNPACK.pack(
             layer.tiles[tile].data_ptr(), matrix.data_ptr(), count, layer.K, tiles, kblocks
         )
-        _go_through("unpack", matrix, argument, tiles * kblocks * 32, facts)
+        index, threads = matrix.device.index, tiles * kblocks * 32
+        _put(index, (_through("unpack", layer.order, threads, facts, index), argument))
         yield matrix[:count], rows
 
 
-def _go_through(name: str, like: Tensor, argument: bytes, threads: int, facts: DeviceFacts) -> None:
-    """Launch `<name>_<dtype>` with so many threads, or as many as the GPU holds in a loop."""
+@lru_cache(maxsize=1 << 14)
+def _through(name: str, order: str, threads: int, facts: DeviceFacts, device_index: int) -> Launch:
+    """`<name>_<order>` with so many threads, or as many as the GPU holds in a loop."""
     grid = min(-(-threads // _THREADS), _CTAS_PER_SM * facts.sm_count)
-    with torch.cuda.device(like.device):
-        load_module(like.device.index).kernel(f"{name}_{ORDERS[like.dtype]}").launch(
-            argument,
-            grid=(grid, 1, 1),
-            block=_THREADS,
-            pdl=facts.has_pdl,
-            stream=torch.cuda.current_stream().cuda_stream,
-        )
+    kernel = load_module(device_index).kernel(f"{name}_{order}")
+    return kernel.configured(grid=(grid, 1, 1), block=_THREADS, pdl=facts.has_pdl)
 
 
 def _aligned(x: Tensor) -> Tensor:

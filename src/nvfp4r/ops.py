@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nvfp4r.custom_op import custom_op
 from nvfp4r.launches import (
     Layer,
     device_facts,
@@ -58,7 +59,7 @@ def _facts_of(x: Tensor) -> DeviceFacts | None:
     return device_facts(x.device.index) if x.is_cuda else None
 
 
-@torch.library.custom_op("nvfp4r::quantize", mutates_args=())
+@custom_op("nvfp4r::quantize")
 def quantize(x: Tensor, input_scale: Tensor, rotation: str | None = None) -> tuple[Tensor, Tensor]:
     """Activations [..., K] rounded to NVFP4: `e2m1 * e4m3`, without `input_scale`.
 
@@ -85,7 +86,7 @@ def _(x: Tensor, input_scale: Tensor, rotation: str | None = None) -> tuple[Tens
     return torch.empty_like(x), x.new_empty((), dtype=torch.int64)
 
 
-@torch.library.custom_op("nvfp4r::linear", mutates_args=())
+@custom_op("nvfp4r::linear")
 def linear(
     x: Tensor,
     tiles: Tensor,
@@ -110,13 +111,17 @@ def linear(
     Returns:
         [..., N] in x's dtype: float32 sums, alpha and bias in float32, one rounding at the end.
     """
-    return multiply(x, Layer(tiles, alpha, bias, input_scale, N, K, order, rotation))
+    return multiply(x, Layer(tiles, alpha, bias, input_scale, N, K, order, rotation))[0]
 
 
-def multiply(x: Tensor, layer: Layer) -> Tensor:
-    """What `linear` computes, for other ops: an op within an op costs as much again."""
+def multiply(x: Tensor, layer: Layer) -> tuple[Tensor, str]:
+    """What `linear` computes, for other ops: an op within an op costs as much again.
+
+    Returns:
+        y [..., N], and the path of its plan; "reference" where there are no kernels.
+    """
     _check(x, layer)
-    rows = x.reshape(-1, layer.K)
+    rows = x if x.ndim == 2 else x.reshape(-1, layer.K)
     M, facts = rows.shape[0], _facts_of(x)
     plan = None
     if facts is not None and M:
@@ -126,10 +131,12 @@ def multiply(x: Tensor, layer: Layer) -> Tensor:
         y = _dense(rows, layer)
     else:
         y = run_plan(plan, rows, layer)
-    return y.reshape(*x.shape[:-1], layer.N)
+    if x.ndim != 2:
+        y = y.reshape(*x.shape[:-1], layer.N)
+    return y, "reference" if plan is None else plan.path
 
 
-@torch.library.custom_op("nvfp4r::gemv", mutates_args=())
+@custom_op("nvfp4r::gemv")
 def gemv(
     x: Tensor,
     tiles: Tensor,
@@ -162,7 +169,7 @@ def gemv(
     return y.reshape(*x.shape[:-1], N)
 
 
-@torch.library.custom_op("nvfp4r::gemm", mutates_args=())
+@custom_op("nvfp4r::gemm")
 def gemm(
     x: Tensor,
     tiles: Tensor,
@@ -199,10 +206,10 @@ def _(
 
 def _check(x: Tensor, layer: Layer) -> None:
     """Everything that a kernel would otherwise read out of bounds or misread."""
-    orders = tuple(ORDERS.values())
-    if layer.order not in orders:
-        raise ValueError(f"order is {layer.order!r}; it must be {' or '.join(orders)}")
     if ORDERS.get(x.dtype) != layer.order:
+        orders = tuple(ORDERS.values())
+        if layer.order not in orders:
+            raise ValueError(f"order is {layer.order!r}; it must be {' or '.join(orders)}")
         raise TypeError(
             f"x has dtype {x.dtype}, but the weight is packed in order {layer.order!r}; "
             "convert x, or pack the weight in the other order"
@@ -211,26 +218,29 @@ def _check(x: Tensor, layer: Layer) -> None:
     N, K = layer.N, layer.K
     if x.ndim == 0 or x.shape[-1] != K:
         raise ValueError(f"x has shape {list(x.shape)}; [..., {K}] is needed")
-    shape = (-(-N // TILE_ROWS), -(-K // TILE_COLUMNS), TILE_BYTES)
-    wanted: list[tuple[str, Tensor | None, tuple[int, ...], torch.dtype]] = [
-        ("tiles", layer.tiles, shape, torch.uint8),
-        ("alpha", layer.alpha, (N,), torch.float32),
-        ("bias", layer.bias, (N,), x.dtype),
-        ("input_scale", layer.input_scale, (), torch.float32),
-    ]
-    for name, tensor, size, dtype in wanted:
-        if tensor is None:
-            continue
-        if tuple(tensor.shape) != size or tensor.dtype != dtype:
-            raise ValueError(
-                f"{name} is {list(tensor.shape)} {tensor.dtype}; {list(size)} {dtype} is needed"
-            )
-        if tensor.device != x.device:
-            raise ValueError(f"{name} is on {tensor.device}, x on {x.device}; move one of them")
-        if not tensor.is_contiguous():
-            raise ValueError(f"{name} is not contiguous; call .contiguous() once, when loading")
+    tiles = (-(-N // TILE_ROWS), -(-K // TILE_COLUMNS), TILE_BYTES)
+    device = x.device
+    _check_part("tiles", layer.tiles, tiles, torch.uint8, device)
+    _check_part("alpha", layer.alpha, (N,), torch.float32, device)
+    if layer.bias is not None:
+        _check_part("bias", layer.bias, (N,), x.dtype, device)
+    if layer.input_scale is not None:
+        _check_part("input_scale", layer.input_scale, (), torch.float32, device)
     if layer.tiles.data_ptr() % 16:
         raise ValueError("tiles does not start at a multiple of 16 bytes; clone it once")
+
+
+def _check_part(
+    name: str, tensor: Tensor, size: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    if tensor.shape != size or tensor.dtype != dtype:
+        raise ValueError(
+            f"{name} is {list(tensor.shape)} {tensor.dtype}; {list(size)} {dtype} is needed"
+        )
+    if tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device}, x on {device}; move one of them")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} is not contiguous; call .contiguous() once, when loading")
 
 
 def _prepared(x: Tensor, layer: Layer) -> Tensor:

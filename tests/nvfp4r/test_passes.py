@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from nvfp4r.plan.large import LargeSplit
 from nvfp4r.plan.medium import MediumSplit
 from nvfp4r.plan.small import SmallSplit
 from nvfp4r.plan.tuned import Problem, Tuned
+from tests.nvfp4r.fake_gpu import forgotten_launches
 
 H200 = DeviceFacts(sm_count=132, shared_bytes_per_block=232_448, has_pdl=True, has_cluster=True)
 N, K = 40, 144
@@ -129,19 +131,21 @@ def test_nothing_is_prepared_where_nothing_has_to_be(launched, split):
 
 @pytest.fixture
 def large_launched(launched, monkeypatch):
-    """The same for linear_large: what is launched, with what shape of x, and what is left to do."""
+    """The same for linear_large: what is launched, for how many tokens, what is left to do to x."""
 
-    def go_through(name, like, argument, threads, facts):
-        assert launches._ARRANGE.unpack(argument)[0] == like.data_ptr()
-        launched.append((name, like.shape, launches._ARRANGE.unpack(argument)[-1]))
+    def put(index, first, second):
+        (arrange, of_arrange), (product, of_product) = first, second
+        _, arranged, _, *sizes = launches._ARRANGE.unpack(of_arrange)
+        tiles, x, *_ = launches._LARGE.unpack(of_product)
+        assert x == arranged != tiles
+        launched.append((arrange, *sizes))
+        launched.append((product, *launches._LARGE.unpack(of_product)[6:]))
 
-    def launch(plan, like, argument):
-        assert launches._LARGE.unpack(argument)[1] == like.data_ptr()
-        launched.append((plan.kernel, like.shape))
-
-    monkeypatch.setattr(launches, "_go_through", go_through)
-    monkeypatch.setattr(launches, "_launch", launch)
-    return launched
+    named = SimpleNamespace(kernel=lambda name: SimpleNamespace(configured=lambda **_: name))
+    monkeypatch.setattr(launches, "load_module", lambda index: named)
+    monkeypatch.setattr(launches, "_put", put)
+    with forgotten_launches():
+        yield launched
 
 
 def run_large(layer: Layer) -> None:
@@ -157,6 +161,6 @@ def test_linear_large_is_given_x_arranged_and_prepared_on_the_way(
 ):
     run_large(layer_that(rotates, rounds))
     assert large_launched == [
-        ("arrange", (40, K), bits),
-        ("linear_large_bf16_n8_r2", (3, 5, 512)),
+        ("arrange_bf16", 40, K, bits),
+        ("linear_large_bf16_n8_r2", 40, N, K, 3, 2, 2, 4, 2),
     ]

@@ -13,7 +13,7 @@ from nvfp4r.jit.arch import (
 )
 from nvfp4r.jit.cache import cache_folder, cached_cubin, cubin_for
 from nvfp4r.jit.compile import CompileError, Cubin, Resources, compile_cubin, resources
-from nvfp4r.jit.launch import Kernel
+from nvfp4r.jit.launch import Kernel, Launch
 from nvfp4r.jit.module import Module, load_cubin, load_module
 from nvfp4r.jit.sources import ENTRY, kernel_sources
 
@@ -24,6 +24,7 @@ __all__ = [
     "CompileError",
     "Cubin",
     "Kernel",
+    "Launch",
     "Module",
     "Resources",
     "Target",

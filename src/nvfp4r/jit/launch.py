@@ -3,6 +3,11 @@
 A launch neither waits nor allocates, so it may be captured into a CUDA graph. Its configuration is
 built once and reused: it costs one look-up, one packed argument and one driver call. Knows nothing
 of where kernels come from, or what they compute.
+
+What threads share is never changed: configurations, one for each stream. The argument belongs to
+the call alone, and may go when it returns: cuLaunchKernelEx copies the parameters from where
+`kernelParams` points, and a captured node owns its copies (CUDA Driver API, cuLaunchKernelEx and
+cuGraphKernelNodeGetParams).
 """
 
 from __future__ import annotations
@@ -40,11 +45,9 @@ class Kernel:
         self._context = context
         self._target = target
         self._device = f"cuda:{device_index}"
-        self._launch_kernel_ex = driver.cuLaunchKernelEx
         self._lock = threading.Lock()  # of the attributes that `prepare` only ever raises
-        # (grid, block, shared bytes, cluster, pdl, stream) -> CUlaunchConfig, never changed once
-        # it is here. As many as a model has shapes, times a few streams.
-        self._configurations: dict[tuple[Grid, int, int, int, bool, int], Any] = {}
+        # (grid, block, shared bytes, cluster, pdl) -> Launch; as many as a model has shapes.
+        self._launches: dict[tuple[Grid, int, int, int, bool], Launch] = {}
         self.handle = handle
         self.name: str = check(driver, driver.cuFuncGetName(handle)).decode()
         self.argument_bytes = self._only_parameter_bytes()
@@ -115,26 +118,25 @@ class Kernel:
                 configuration is one that the GPU cannot have. Nothing was launched.
             RuntimeError: the driver refuses; names the error, the kernel and its configuration.
         """
-        key = (grid, block, shared_bytes, cluster, pdl, stream)
-        configuration = self._configurations.get(key)
-        if configuration is None:
-            configuration = self._configure(*key)
-        pointer: Any
-        if isinstance(argument, bytes):
-            pointer, size = _BytesPointer(argument), len(argument)
-        else:
-            pointer, size = (
-                _StructurePointer(ctypes.addressof(argument)),
-                ctypes.sizeof(argument),
-            )
-        if size != self.argument_bytes:
-            raise ValueError(
-                f"kernel {self.name}: got an argument of {size} bytes, need {self.argument_bytes}; "
-                "the structure differs from the one in the CUDA source"
-            )
-        (status,) = self._launch_kernel_ex(configuration, self.handle, ctypes.addressof(pointer), 0)
-        if status:
-            self._launch_again(status, configuration, pointer, key)
+        launch = self.configured(
+            grid=grid, block=block, shared_bytes=shared_bytes, cluster=cluster, pdl=pdl
+        )
+        launch(argument, stream)
+
+    def configured(
+        self, *, grid: Grid, block: int, shared_bytes: int = 0, cluster: int = 1, pdl: bool = False
+    ) -> Launch:
+        """The kernel with its configuration, for callers that launch it so many times.
+
+        Args and Raises: as for `launch`; the argument and the stream are given later.
+        """
+        key = (grid, block, shared_bytes, cluster, pdl)
+        launch = self._launches.get(key)
+        if launch is None:
+            self._require_possible(grid, block, cluster, pdl)
+            self.prepare(shared_bytes)
+            launch = self._launches.setdefault(key, Launch(self, *key))
+        return launch
 
     def blocks_per_sm(self, *, block: int, shared_bytes: int = 0) -> int:
         """How many blocks of this kernel one SM holds at once."""
@@ -147,9 +149,13 @@ class Kernel:
 
     def max_active_clusters(self, *, block: int, cluster: int, shared_bytes: int = 0) -> int:
         """How many clusters of this kernel the whole GPU holds at once."""
-        configuration = self._configure((cluster, 1, 1), block, shared_bytes, cluster, False, 0)
+        launch = self.configured(
+            grid=(cluster, 1, 1), block=block, shared_bytes=shared_bytes, cluster=cluster
+        )
         with current_context(self._driver, self._context):
-            result = self._driver.cuOccupancyMaxActiveClusters(self.handle, configuration)
+            result = self._driver.cuOccupancyMaxActiveClusters(
+                self.handle, launch.configuration(stream=0)
+            )
         return int(check(self._driver, result))
 
     def _only_parameter_bytes(self) -> int:
@@ -166,35 +172,6 @@ class Kernel:
 
     def _attribute(self, kind: Any) -> int:
         return int(check(self._driver, self._driver.cuFuncGetAttribute(kind, self.handle)))
-
-    def _configure(
-        self, grid: Grid, block: int, shared_bytes: int, cluster: int, pdl: bool, stream: int
-    ) -> Any:
-        """Checks a configuration and keeps what the driver needs of it."""
-        self._require_possible(grid, block, cluster, pdl)
-        self.prepare(shared_bytes)
-        driver = self._driver
-        kinds = driver.CUlaunchAttributeID
-        attributes = []
-        if cluster > 1:
-            value = driver.CUlaunchAttributeValue()
-            value.clusterDim.x, value.clusterDim.y, value.clusterDim.z = cluster, 1, 1
-            attributes.append((kinds.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, value))
-        if pdl:
-            value = driver.CUlaunchAttributeValue()
-            value.programmaticStreamSerializationAllowed = 1
-            kind = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            attributes.append((kind, value))
-        configuration = driver.CUlaunchConfig()
-        configuration.gridDimX, configuration.gridDimY, configuration.gridDimZ = grid
-        configuration.blockDimX = block
-        configuration.blockDimY = configuration.blockDimZ = 1
-        configuration.sharedMemBytes = shared_bytes
-        configuration.hStream = stream
-        configuration.attrs = [_attribute(driver, kind, value) for kind, value in attributes]
-        configuration.numAttrs = len(attributes)
-        key = (grid, block, shared_bytes, cluster, pdl, stream)
-        return self._configurations.setdefault(key, configuration)
 
     def _require_possible(self, grid: Grid, block: int, cluster: int, pdl: bool) -> None:
         target = self._target
@@ -216,24 +193,94 @@ class Kernel:
             return
         raise ValueError(f"kernel {self.name}: {fault}")
 
-    def _launch_again(self, status: Any, configuration: Any, pointer: Any, key: tuple) -> None:
+
+class Launch:
+    """A kernel, its grid and all else but what it is given: an argument and a stream.
+
+    Made by `Kernel.configured`. Any thread may call it.
+    """
+
+    def __init__(
+        self, kernel: Kernel, grid: Grid, block: int, shared_bytes: int, cluster: int, pdl: bool
+    ) -> None:
+        self._kernel = kernel
+        self._key = (grid, block, shared_bytes, cluster, pdl)
+        self._handle = kernel.handle
+        self._argument_bytes = kernel.argument_bytes
+        self._launch_kernel_ex = kernel._driver.cuLaunchKernelEx
+        # Stream -> CUlaunchConfig, never changed once it is here.
+        self._configurations: dict[int, Any] = {}
+
+    def __call__(self, argument: bytes | ctypes.Structure, stream: int) -> None:
+        """Puts the kernel on a stream and returns, as `Kernel.launch` does.
+
+        Raises:
+            ValueError: the argument has another size than the kernel's parameter.
+            RuntimeError: the driver refuses; names the error, the kernel and its configuration.
+        """
+        configuration = self._configurations.get(stream)
+        if configuration is None:
+            configuration = self._configurations.setdefault(stream, self.configuration(stream))
+        pointer: Any
+        if isinstance(argument, bytes):
+            pointer, size = _BytesPointer(argument), len(argument)
+        else:
+            pointer, size = (
+                _StructurePointer(ctypes.addressof(argument)),
+                ctypes.sizeof(argument),
+            )
+        if size != self._argument_bytes:
+            raise ValueError(
+                f"kernel {self._kernel.name}: got an argument of {size} bytes, need "
+                f"{self._argument_bytes}; the structure differs from the one in the CUDA source"
+            )
+        address = ctypes.addressof(pointer)
+        (status,) = self._launch_kernel_ex(configuration, self._handle, address, 0)
+        if status:
+            self._launch_again(status, configuration, address, stream)
+
+    def configuration(self, stream: int) -> Any:
+        """A new CUlaunchConfig."""
+        grid, block, shared_bytes, cluster, pdl = self._key
+        driver = self._kernel._driver
+        kinds = driver.CUlaunchAttributeID
+        attributes = []
+        if cluster > 1:
+            value = driver.CUlaunchAttributeValue()
+            value.clusterDim.x, value.clusterDim.y, value.clusterDim.z = cluster, 1, 1
+            attributes.append((kinds.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, value))
+        if pdl:
+            value = driver.CUlaunchAttributeValue()
+            value.programmaticStreamSerializationAllowed = 1
+            kind = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attributes.append((kind, value))
+        configuration = driver.CUlaunchConfig()
+        configuration.gridDimX, configuration.gridDimY, configuration.gridDimZ = grid
+        configuration.blockDimX = block
+        configuration.blockDimY = configuration.blockDimZ = 1
+        configuration.sharedMemBytes = shared_bytes
+        configuration.hStream = stream
+        configuration.attrs = [_attribute(driver, kind, value) for kind, value in attributes]
+        configuration.numAttrs = len(attributes)
+        return configuration
+
+    def _launch_again(self, status: Any, configuration: Any, address: int, stream: int) -> None:
         """In a thread that has not used CUDA yet no context is current: brings ours along."""
-        driver = self._driver
+        kernel = self._kernel
+        driver = kernel._driver
         if status == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT and not int(
             check(driver, driver.cuCtxGetCurrent())
         ):
-            with current_context(driver, self._context):
-                (status,) = self._launch_kernel_ex(
-                    configuration, self.handle, ctypes.addressof(pointer), 0
-                )
+            with current_context(driver, kernel._context):
+                (status,) = self._launch_kernel_ex(configuration, self._handle, address, 0)
         if not status:
             return
-        grid, block, shared_bytes, cluster, pdl, stream = key
+        grid, block, shared_bytes, cluster, pdl = self._key
         raise RuntimeError(
-            f"kernel {self.name} was not launched: {status.name} (grid {grid}, block {block}, "
-            f"shared bytes {shared_bytes} + {self.static_shared_bytes} static, cluster {cluster}, "
-            f"pdl {'on' if pdl else 'off'}, stream {stream:#x}, {self._device}, "
-            f"{self._target.sm}); {what_to_check(status.name)}"
+            f"kernel {kernel.name} was not launched: {status.name} (grid {grid}, block {block}, "
+            f"shared bytes {shared_bytes} + {kernel.static_shared_bytes} static, "
+            f"cluster {cluster}, pdl {'on' if pdl else 'off'}, stream {stream:#x}, "
+            f"{kernel._device}, {kernel._target.sm}); {what_to_check(status.name)}"
         )
 
 

@@ -96,6 +96,9 @@ class Plan:
     passes: int = 1
     apart: bool = False
 
+    def __hash__(self) -> int:  # of a few of the fields: every call looks its plan up
+        return hash((self.kernel, self.grid, self.depth, self.passes))
+
 
 @lru_cache(maxsize=1 << 14)  # every layer asks again at every step; the answer is immutable
 def choose_plan(

@@ -8,15 +8,15 @@ so that compiled graphs of equal layers stay equal.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
+from nvfp4r.custom_op import custom_op
 from nvfp4r.launches import Layer, device_facts
 from nvfp4r.ops import gemm, multiply
-from nvfp4r.vllm.record import LayerShape, path_for, record
+from nvfp4r.vllm.record import LayerShape, record
 
 
-@torch.library.custom_op("nvfp4r::vllm_linear", mutates_args=())
+@custom_op("nvfp4r::vllm_linear")
 def vllm_linear(
     x: Tensor,
     tiles: Tensor,
@@ -33,13 +33,12 @@ def vllm_linear(
     M = x.numel() // K
     if gemv_max_m < M:
         y = gemm(x, tiles, alpha, bias, input_scale, N, K, order, rotation)
+        path = "unpack" if x.is_cuda and device_facts(x.device.index) else "reference"
     else:
-        y = multiply(x, Layer(tiles, alpha, bias, input_scale, N, K, order, rotation))
+        y, path = multiply(x, Layer(tiles, alpha, bias, input_scale, N, K, order, rotation))
     if M:
         shape = LayerShape(N, K, order, input_scale is not None, gemv_max_m, rotation)
-        index = x.device.index
-        facts = device_facts(index) if x.is_cuda else None
-        record().count(shape, path_for(M, shape, facts, index)[0], M)
+        record().count(shape, path, M)
     return y
 
 

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -21,8 +22,7 @@ from nvfp4r.plan.medium import MAX_KERNEL_M
 from nvfp4r.vllm.settings import NO_LIMIT
 
 
-@dataclass(frozen=True)
-class LayerShape:
+class LayerShape(NamedTuple):
     """What decides how a layer computes.
 
     Attributes:
@@ -140,9 +140,14 @@ class Record:
 
     def count(self, shape: LayerShape, path: str, M: int) -> None:
         """One call of the op in Python; a replayed CUDA graph makes none."""
-        seen = self.counts.setdefault((shape, path), PathCount(0, M, M))
+        seen = self.counts.get((shape, path))
+        if seen is None:
+            seen = self.counts.setdefault((shape, path), PathCount(0, M, M))
         seen.calls += 1
-        seen.smallest_m, seen.largest_m = min(seen.smallest_m, M), max(seen.largest_m, M)
+        if seen.smallest_m > M:
+            seen.smallest_m = M
+        elif seen.largest_m < M:
+            seen.largest_m = M
 
     def calls_by_path(self) -> Counter[str]:
         """Calls since the start of this process or the last `reset_counts`."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
@@ -78,3 +80,38 @@ def test_a12_a_captured_graph_follows_the_weights(layer, M):
     torch.cuda.synchronize()
     assert torch.equal(y, 2 * linear(x, *layer, None, None, N, K, "bf16"))
     assert sum(record().calls_by_path().values()) == before  # replays make no calls
+
+
+def test_a_captured_graph_keeps_its_addresses_whatever_is_launched_after(layer):
+    """Calls of the same sizes share all but the argument, which the driver copies."""
+    x = tokens(300)
+    expected = run(layer, x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = run(layer, x)
+    for _ in range(3):
+        assert torch.equal(run(layer, 2 * x), 2 * expected)
+    y.fill_(torch.nan)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(y, expected)
+
+
+def test_threads_keep_to_their_streams_and_inputs(layer):
+    expected = run(layer, tokens(300))
+    inputs = {factor: factor * tokens(300) for factor in (1, 2, 4, 8)}
+    torch.cuda.synchronize()
+    right = []
+
+    def work(factor: int) -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            results = [run(layer, inputs[factor]) for _ in range(50)]
+            right.extend(torch.equal(y, factor * expected) for y in results)
+
+    threads = [threading.Thread(target=work, args=(factor,)) for factor in inputs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert right == [True] * 200
