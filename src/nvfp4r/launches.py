@@ -27,6 +27,7 @@ from nvfp4r.plan import (
     DeviceFacts,
     Plan,
     choose_plan,
+    even_shared_bytes,
     in_passes,
     passes_for,
     plan_with,
@@ -190,16 +191,14 @@ def _product_launches(
     plan: Plan, M: int, N: int, K: int, order: str, device_index: int, prologue: int
 ) -> _ProductLaunches:
     """For x [M, K] on a GPU; `prologue` is what the plan's own kernels do to it."""
-    product = (
-        load_module(device_index)
-        .kernel(plan.kernel)
-        .configured(
-            grid=(plan.grid, 1, 1),
-            block=plan.threads,
-            shared_bytes=plan.shared_bytes,
-            cluster=plan.cluster,
-            pdl=plan.pdl,
-        )
+    module, facts = load_module(device_index), required_facts(device_index)
+    early = plan.pdl and module.late_trigger  # kernels of others may let ours start
+    product = module.kernel(plan.kernel).configured(
+        grid=(plan.grid, 1, 1),
+        block=plan.threads,
+        shared_bytes=even_shared_bytes(plan, facts) if early else plan.shared_bytes,
+        cluster=plan.cluster,
+        pdl=plan.pdl,
     )
     tiles, kblocks = -(-N // TILE_ROWS), -(-K // TILE_COLUMNS)
     sizes = (M, N, K, tiles, kblocks, plan.depth, plan.x_depth)
@@ -207,7 +206,7 @@ def _product_launches(
         return _ProductLaunches(product, (*sizes, prologue))
     stages, groups = -(-K // 64), -(-M // 8)
     threads = stages * groups * 32
-    arrange = _through("arrange", order, threads, required_facts(device_index), device_index)
+    arrange = _through("arrange", order, threads, facts, device_index)
     return _ProductLaunches(product, (*sizes, plan.split.row_units), arrange, (stages, groups, 512))
 
 

@@ -44,6 +44,7 @@ class FakeGpus:
     Attributes:
         launched: (device, CUlaunchConfig, bytes of the argument) in the order of launches.
         kernels: names of the kernels that were looked up.
+        late_trigger: of modules that are asked for from now on.
         thread: `stream` (of GPU 0; one more on each next) and `device`, the current ones of each
             thread.
     """
@@ -51,10 +52,13 @@ class FakeGpus:
     def __init__(self) -> None:
         self.launched: list[tuple[int, object, bytes]] = []
         self.kernels: list[str] = []
+        self.late_trigger = False
         self.thread = threading.local()
 
     def load_module(self, index: int) -> SimpleNamespace:
-        return SimpleNamespace(kernel=lambda name: self._kernel(index, name))
+        return SimpleNamespace(
+            kernel=lambda name: self._kernel(index, name), late_trigger=self.late_trigger
+        )
 
     def _kernel(self, index: int, name: str) -> Kernel:
         self.kernels.append(name)

@@ -271,7 +271,7 @@ def test_the_trigger_is_late_where_inductor_starts_kernels_early(
     given = []
     monkeypatch.setattr(module, "cubin_for", lambda target, options: given.append(options) or b"")
     monkeypatch.setattr(module.torch.cuda, "get_device_capability", lambda index: (9, 0))
-    module._load_package_kernels(0)
+    assert module._load_package_kernels(0).late_trigger == late
     assert given == [(module.LATE_TRIGGER,) if late else ()]
 
 

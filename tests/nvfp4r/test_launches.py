@@ -10,7 +10,7 @@ import torch
 from nvfp4r import launches
 from nvfp4r.launches import Layer
 from nvfp4r.ops import multiply
-from nvfp4r.plan import choose_plan
+from nvfp4r.plan import choose_plan, even_shared_bytes
 from tests.nvfp4r.fake_gpu import H200, fake_gpus, on_gpu
 
 N, K = 40, 144  # 3 x 2 tiles
@@ -76,6 +76,16 @@ def test_the_other_kernels_are_given_all_addresses_and_sizes(gpus, M, path):
         *(layer.alpha.data_ptr(), layer.bias.data_ptr(), 0),
         *(M, N, K, 3, 2, plan.depth, plan.x_depth, 0),
     )
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_only_a_kernel_that_starts_among_others_is_spread_evenly(gpus, late):
+    gpus.late_trigger = late
+    multiply(tokens(1), layer_on(0))
+    plan = choose_plan(1, N, K, "bf16", H200)
+    even = even_shared_bytes(plan, H200)
+    assert even > plan.shared_bytes
+    assert gpus.launched[0][1].sharedMemBytes == (even if late else plan.shared_bytes)
 
 
 def test_what_depends_on_sizes_alone_is_found_once(gpus):

@@ -141,7 +141,9 @@ def large_launched(launched, monkeypatch):
         launched.append((arrange, *sizes))
         launched.append((product, *launches._LARGE.unpack(of_product)[6:]))
 
-    named = SimpleNamespace(kernel=lambda name: SimpleNamespace(configured=lambda **_: name))
+    named = SimpleNamespace(
+        kernel=lambda name: SimpleNamespace(configured=lambda **_: name), late_trigger=False
+    )
     monkeypatch.setattr(launches, "load_module", lambda index: named)
     monkeypatch.setattr(launches, "_put", put)
     with forgotten_launches():

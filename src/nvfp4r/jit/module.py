@@ -31,11 +31,19 @@ class Module:
         device_index: of torch.
         target: what they were compiled for.
         names: of the kernels.
+        late_trigger: compiled with LATE_TRIGGER, so that kernels around ours may start early.
     """
 
-    def __init__(self, device_index: int, target: Target, kernels: dict[str, Kernel]) -> None:
+    def __init__(
+        self,
+        device_index: int,
+        target: Target,
+        kernels: dict[str, Kernel],
+        late_trigger: bool = False,
+    ) -> None:
         self.device_index = device_index
         self.target = target
+        self.late_trigger = late_trigger
         self.names = tuple(sorted(kernels))
         self._kernels = kernels
 
@@ -67,13 +75,16 @@ class ModuleStore:
         return module
 
 
-def load_cubin(device_index: int, cubin: bytes, target: Target) -> Module:
+def load_cubin(
+    device_index: int, cubin: bytes, target: Target, late_trigger: bool = False
+) -> Module:
     """Loads machine code into torch's context of a device, every kernel at once.
 
     Args:
         device_index: of torch.
         cubin: an ELF image, as `compile_cubin` makes it.
         target: what it was compiled for.
+        late_trigger: whether that was with LATE_TRIGGER.
 
     Raises:
         ImportError: the Python bindings of the CUDA driver are missing.
@@ -107,7 +118,7 @@ def load_cubin(device_index: int, cubin: bytes, target: Target) -> Module:
                 driver, handle, context=context, target=target, device_index=device_index
             )
             kernels[kernel.name] = kernel
-    return Module(device_index, target, kernels)
+    return Module(device_index, target, kernels, late_trigger)
 
 
 def load_module(device_index: int) -> Module:
@@ -142,8 +153,9 @@ def inductor_starts_early() -> bool:
 
 def _load_package_kernels(device_index: int) -> Module:
     target = target_for(torch.cuda.get_device_capability(device_index))
-    options = (LATE_TRIGGER,) if inductor_starts_early() else ()
-    return load_cubin(device_index, cubin_for(target, options), target)
+    late = inductor_starts_early()
+    cubin = cubin_for(target, (LATE_TRIGGER,) if late else ())
+    return load_cubin(device_index, cubin, target, late)
 
 
 # State of the process, like the driver's own: a loaded module belongs to the device's context.

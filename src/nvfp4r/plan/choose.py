@@ -31,6 +31,7 @@ from nvfp4r.plan.medium import (
     MediumSplit,
     medium_fault,
     medium_split,
+    room,
     token_groups,
 )
 from nvfp4r.plan.small import (
@@ -256,6 +257,16 @@ def shared_bytes(split: Split, M: int, K: int) -> int:
     if isinstance(split, LargeSplit):
         return split.shared_bytes
     return split.shared_bytes(M)
+
+
+def even_shared_bytes(plan: Plan, device: DeviceFacts) -> int:
+    """So much shared memory a CTA that no SM takes more of them than an even share.
+
+    For a kernel that starts while CTAs of others still run. The SMs that hold those come last when
+    its own are handed out, and without this another SM may get one too many (docs/log.md).
+    """
+    share = -(-plan.grid // device.sm_count)
+    return max(plan.shared_bytes, room(device.shared_bytes_per_block, share + 1) + 1)
 
 
 def _require_sizes(M: int, N: int, K: int, order: str) -> None:

@@ -12,6 +12,7 @@ from nvfp4r.plan import (
     TOKEN_RANGES,
     DeviceFacts,
     choose_plan,
+    even_shared_bytes,
     plan_with,
     token_range,
 )
@@ -74,6 +75,20 @@ def test_two_ctas_fit_on_an_sm_where_the_rule_counts_on_it():
     for N, K in QWEN3:
         for M in (9, 16, 17, 32):
             assert 2 * (choose_plan(M, N, K, "bf16", H200).shared_bytes + 1024) <= 228 * 1024
+
+
+@pytest.mark.parametrize("device", [H200, RTX_3090])
+@pytest.mark.parametrize("M", [1, 8, 16, 64])
+@pytest.mark.parametrize(("N", "K"), QWEN3)
+def test_with_even_shared_memory_no_sm_holds_more_than_its_share(device, M, N, K):
+    plan = choose_plan(M, N, K, "bf16", device)
+    share = -(-plan.grid // device.sm_count)
+    needed = even_shared_bytes(plan, device)
+    cta = 1024 + -(-needed // 128) * 128  # 1,024 bytes of the system's; 128 at a time
+    assert plan.shared_bytes <= needed <= device.shared_bytes_per_block
+    assert (device.shared_bytes_per_block + 1024) // cta <= share
+    if needed > plan.shared_bytes:  # nothing is lost
+        assert (device.shared_bytes_per_block + 1024) // cta == share
 
 
 @pytest.mark.parametrize("device", [H200, RTX_3090])
