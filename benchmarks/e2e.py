@@ -20,8 +20,9 @@ off: vLLM 0.26 to 0.30 runs a model with a logits processor on its V1 runner and
 so that the ratio to the plain engine holds the change of runners as well. --quantised-head
 adds `nvfp4r+head`, its lm_head in NVFP4 too.
 
-vLLM captures CUDA graphs for up to twice as many tokens as there may be requests, here few; longer
-prompts are launched piece by piece. --graphs-up-to captures one for so many tokens as well.
+vLLM captures CUDA graphs for up to twice as many tokens as there may be requests, at most 512: here
+there are few requests, in a server 256 or more. So prompts have graphs too, those of a server; with
+--graphs-up-to 0 they are launched kernel by kernel, as in a server with --max-num-seqs so small.
 
 --profile FOLDER writes a timeline of 16 decode steps at the first batch size there, one file for
 each engine, and prints the kernels that take most of it. --shape tiny tries the program on a CPU.
@@ -75,7 +76,7 @@ def main() -> None:
         choices=("stock", "nvfp4r"),
         help="which of them decode with ReSET too, if --reset is given",
     )
-    parser.add_argument("--graphs-up-to", type=int, metavar="TOKENS")
+    parser.add_argument("--graphs-up-to", type=int, default=512, metavar="TOKENS")
     parser.add_argument("--profile", type=Path)
     parser.add_argument("--start-timeout", type=float, default=300.0, help="seconds")
     parser.add_argument("--logs", type=Path, help="folder that keeps what the engines print")
@@ -83,10 +84,10 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.tokens <= FIRST:
         parser.error(f"--tokens is {arguments.tokens}, need more than {FIRST}")
-    for flag in ("batches", "prompts", "repeats", "graphs_up_to"):
+    for flag, least in (("batches", 1), ("prompts", 1), ("repeats", 1), ("graphs_up_to", 0)):
         given = getattr(arguments, flag)
-        if given is not None and min(given if isinstance(given, list) else [given]) < 1:
-            parser.error(f"--{flag.replace('_', '-')} is {given}, need 1 or more")
+        if min(given if isinstance(given, list) else [given]) < least:
+            parser.error(f"--{flag.replace('_', '-')} is {given}, need {least} or more")
     if arguments.engine:
         shape, name = arguments.engine.split("/")
         with tempfile.TemporaryDirectory() as folder:
@@ -196,9 +197,13 @@ def lengths(arguments: argparse.Namespace) -> dict[str, int]:
 
 
 def graph_sizes(arguments: argparse.Namespace) -> list[int]:
-    """Tokens that have a CUDA graph: what vLLM takes for so many requests, and --graphs-up-to."""
-    usual = [n for n in (1, 2, 4, *range(8, 512, 8)) if n <= 2 * max(arguments.batches)]
-    return sorted({*usual, arguments.graphs_up_to})
+    """Tokens that have a CUDA graph: of vLLM's own numbers, those for so many requests, and for
+    the prompts of each case up to --graphs-up-to."""
+    few, many = 2 * max(arguments.batches), arguments.graphs_up_to
+    usual = [1, 2, 4, *range(8, 256, 8), *range(256, max(few, many) + 1, 16)]
+    prompts = (batch * prompt for batch, prompt in cases(arguments))
+    needed = {min(n for n in usual if n >= x) for x in prompts if x <= min(many, usual[-1])}
+    return sorted({*needed, *(n for n in usual if n <= few)})
 
 
 def cache_bytes(shape: str, arguments: argparse.Namespace) -> int:
@@ -315,7 +320,7 @@ def make_engine(
         options["additional_config"] = {"reset": {"tokenizer": arguments.reset}}
     if not torch.cuda.is_available():
         options["enforce_eager"] = True
-    elif arguments.graphs_up_to:
+    else:
         options["compilation_config"] = {"cudagraph_capture_sizes": graph_sizes(arguments)}
     config = random_model.config(shape, nvfp4=name != "bf16", quantised_head=name.endswith("+head"))
     (folder / "config.json").write_text(json.dumps(config))

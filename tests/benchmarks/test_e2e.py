@@ -15,11 +15,20 @@ SIX = ["bf16", "stock", "nvfp4r", "stock+reset", "nvfp4r+reset", "nvfp4r+head"]
 
 
 @pytest.mark.parametrize(
-    ("batches", "sizes"),
-    [([1, 8], [1, 2, 4, 8, 16, 512]), ([3], [1, 2, 4, 512]), ([12], [1, 2, 4, 8, 16, 24, 512])],
+    ("batches", "prompts", "limit", "sizes"),
+    [
+        ([1, 8], [512, 2048], 512, [1, 2, 4, 8, 16, 512]),  # 8 prompts of 512 are above it
+        ([3], [512], 512, [1, 2, 4]),
+        ([1, 12], [30, 257], 512, [1, 2, 4, 8, 16, 24, 32, 272, 368]),
+        ([1, 8], [512], 500, [1, 2, 4, 8, 16]),
+        ([1, 2], [498], 500, [1, 2, 4]),
+        ([1, 8], [5, 512], 0, [1, 2, 4, 8, 16]),
+        ([1, 8], [600], 608, [1, 2, 4, 8, 16, 608]),
+    ],
 )
-def test_graphs_for_prompts_come_beside_those_of_vllm(batches, sizes):
-    assert e2e.graph_sizes(arguments(batches=batches, graphs_up_to=512)) == sizes
+def test_prompts_have_the_graphs_of_a_server_with_more_requests(batches, prompts, limit, sizes):
+    given = arguments(batches=batches, prompts=prompts, graphs_up_to=limit)
+    assert e2e.graph_sizes(given) == sizes
 
 
 def arguments(**given):
