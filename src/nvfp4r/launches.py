@@ -35,7 +35,7 @@ from nvfp4r.plan import (
 )
 from nvfp4r.plan.large import LargeSplit
 from nvfp4r.plan.medium import MAX_KERNEL_M, MAX_MEDIUM_M
-from nvfp4r.plan.tuned import Problem, TunedPlans, load_tuned
+from nvfp4r.plan.tuned import Problem, Tuned, TunedPlans, load_tuned
 
 _LINEAR = struct.Struct("@6P8i0P")  # struct LinearArgs of kernels/linear_args.cuh
 _LARGE = struct.Struct("@6P8i0P")  # struct LargeArgs of kernels/large_work.cuh
@@ -124,9 +124,15 @@ def plan_for(
         tuned = tuned_plans(device_index)
         found = tuned and tuned.get(Problem(token_range(M), N, K, order, quantised))
         if found:
-            split, reason = found.split, found.reason
-            return plan_with(split, M, N, K, order, facts, quantised, reason=reason)
+            return _tuned_plan(found, M, N, K, order, facts, quantised)
     return choose_plan(M, N, K, order, facts, quantised)
+
+
+@lru_cache(maxsize=1 << 14)  # every layer asks again, as `choose_plan`
+def _tuned_plan(
+    tuned: Tuned, M: int, N: int, K: int, order: str, facts: DeviceFacts, quantised: bool
+) -> Plan:
+    return plan_with(tuned.split, M, N, K, order, facts, quantised, reason=tuned.reason)
 
 
 @cache
