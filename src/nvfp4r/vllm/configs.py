@@ -6,15 +6,15 @@ linear layers (and heads) and leave everything else to their parents; replacing 
 allowed and logged there. One way for W4A4 and W4A16 in all known releases, which choose kernels
 differently:
 
-    release  ModelOpt W4A4   ModelOpt W4A16     compressed-tensors W4A4 / W4A16
-    0.26     kernel list     Marlin, fixed      kernel list / Marlin, fixed
-    0.32     kernel list     by architecture    kernel list / by architecture
-    0.33     kernel list     by architecture    kernel list / by architecture
+    release       ModelOpt W4A4   ModelOpt W4A16     compressed-tensors W4A4 / W4A16
+    0.26          kernel list     Marlin, fixed      kernel list / Marlin, fixed
+    0.27 to 0.29  kernel list     Marlin or Humming  kernel list / Marlin or Humming
+    0.30 to 0.33  kernel list     by architecture    kernel list / by architecture
 
 `register_linear_kernel` also appends `NVFP4RLinearKernel` to that kernel list, last, for NVFP4
 layers of other configs (mixed precision); vLLM has then merged the global scales of fused layers.
 
-Both are public and were read in 0.26.0, 0.32.0 and 0.33.0, as were the methods and fields used of
+Both are public in all of these, as are the methods and fields used of
 configs: `is_layer_excluded`, `quant_method` (ModelOpt), `get_scheme_dict`, `transform_config`,
 `CompressedTensorsMoEMethod` (compressed-tensors), `packed_modules_mapping`, `maybe_update_config`,
 `VllmConfig.additional_config`, `KernelConfig.linear_backend`. No private name is used, and no

@@ -2,7 +2,7 @@
 
 It packs a layer once, after loading, into `weight` (the tiles of docs/layout.md) and `alpha`, frees
 what was loaded, and leaves everything else to `torch.ops.nvfp4r.vllm_linear`. Used through
-`vllm.model_executor.kernels.linear`, public in 0.26, 0.32 and 0.33: `NvFp4LinearKernel`,
+`vllm.model_executor.kernels.linear`, public in 0.26 to 0.33: `NvFp4LinearKernel`,
 `NvFp4LinearLayerConfig`. Nothing private is touched.
 """
 

@@ -4,7 +4,7 @@ vLLM's own methods merge the global scales of fused layers to their maximum befo
 them. This one registers the stored tensors itself, so that each part keeps its scale, and fills
 scales with NaN first, so that one which is never loaded is found.
 
-Public in 0.26, 0.32 and 0.33, nothing private is touched: `LinearMethodBase`,
+Public in 0.26 to 0.33, nothing private is touched: `LinearMethodBase`,
 `register_weight_loader_v2_supported_method` (fused layers look the method up by class name),
 `ModelWeightParameter`, `PerTensorScaleParameter`, `NvFp4LinearLayerConfig`, `set_weight_attrs`.
 """

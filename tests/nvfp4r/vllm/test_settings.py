@@ -96,12 +96,12 @@ def test_d5_a_bad_variable_is_named_and_not_passed_over(monkeypatch, name, value
 
 
 def test_d5_an_unknown_version_is_refused_and_leaves_the_plugin_off(monkeypatch):
-    monkeypatch.setattr("nvfp4r.vllm.installed_version", lambda: "0.31.2")
-    with pytest.raises(UnknownVllmError, match=r"vLLM is 0\.31\.2.*0\.26, 0\.32, 0\.33"):
+    monkeypatch.setattr("nvfp4r.vllm.installed_version", lambda: "0.34.2")
+    with pytest.raises(UnknownVllmError, match=r"vLLM is 0\.34\.2.*0\.26 to 0\.33"):
         nvfp4r.enable()
     assert not Settings.from_environment().enabled
     monkeypatch.setenv("NVFP4R", "1")
-    with pytest.raises(UnknownVllmError, match=r"0\.31\.2"):
+    with pytest.raises(UnknownVllmError, match=r"0\.34\.2"):
         register()
 
 
@@ -111,12 +111,12 @@ def test_enabling_without_vllm_says_what_to_install(monkeypatch):
         nvfp4r.enable()
 
 
-@pytest.mark.parametrize("version", ["0.26.0", "0.32.0+cpu", "0.33.1rc2"])
+@pytest.mark.parametrize("version", ["0.26.0", "0.27.1", "0.32.0+cpu", "0.33.1rc2"])
 def test_known_versions(version):
     assert check_version(version) in KNOWN
 
 
-@pytest.mark.parametrize("version", ["0.25.1", "0.27.0", "0.31.0", "0.34.0", "1.26.0", "dev"])
+@pytest.mark.parametrize("version", ["0.25.1", "0.34.0", "1.26.0", "dev"])
 def test_d5_unknown_versions(version):
     with pytest.raises(UnknownVllmError, match="will not guess"):
         check_version(version)

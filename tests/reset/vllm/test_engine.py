@@ -6,7 +6,13 @@ import math
 
 import pytest
 
-from tests.reset.vllm.engines import RESET, VOCABULARY, check_against_specification, run_engines
+from tests.reset.vllm.engines import (
+    RESET,
+    RUNNERS,
+    VOCABULARY,
+    check_against_specification,
+    run_engines,
+)
 
 pytestmark = pytest.mark.vllm
 
@@ -53,7 +59,7 @@ OURS = {
 }
 
 
-@pytest.fixture(scope="module", params=["v1", "v2"])
+@pytest.fixture(scope="module", params=RUNNERS)
 def runner(request) -> str:
     return request.param
 
