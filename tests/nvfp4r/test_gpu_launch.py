@@ -16,6 +16,7 @@ from nvfp4r.jit import (
 )
 from nvfp4r.jit.driver import check, cuda_driver
 from tests.nvfp4r import jit_samples as samples
+from tests.nvfp4r.launching import launch
 
 pytestmark = [
     pytest.mark.gpu,
@@ -67,7 +68,7 @@ def scale(module, out, x, factor, **launch):
     argument = samples.scale_args(out.data_ptr(), x.data_ptr(), factor, x.numel())
     blocks = -(-x.numel() // 256)
     settings = {"grid": (blocks, 1, 1), "block": 256, "stream": stream(), **launch}
-    module.kernel("scale").launch(argument, **settings)
+    launch(module.kernel("scale"), argument, **settings)
 
 
 def test_a_kernel_writes_its_output_and_nothing_else(module):
@@ -85,7 +86,7 @@ def test_the_matrix_instruction_sees_what_was_copied(module):
     b = (lane // 4).half().view(32, 1).expand(32, 4).contiguous().cuda()
     d = torch.full((32, 4), float("nan"), device="cuda")
     argument = samples.tile_args(a.data_ptr(), b.data_ptr(), d.data_ptr())
-    module.kernel("tile").launch(argument, grid=(1, 1, 1), block=32, stream=stream())
+    launch(module.kernel("tile"), argument, grid=(1, 1, 1), block=32, stream=stream())
     columns = torch.stack((lane % 4 * 2, lane % 4 * 2 + 1) * 2, 1)
     rows = torch.stack((lane // 4, lane // 4, lane // 4 + 8, lane // 4 + 8), 1) + 1
     assert torch.equal(d.cpu(), (16 * rows * columns).float())
@@ -106,7 +107,7 @@ def test_the_matrix_instruction_of_a_warpgroup_sees_registers_and_shared_memory(
     memory = memory.cuda()
     d = torch.full((4, 8, 4, 2, 2, 2), float("nan"), device="cuda")
     argument = samples.tile_args(registers.data_ptr(), memory.data_ptr(), d.data_ptr())
-    module.kernel("group_tile").launch(argument, grid=(1, 1, 1), block=128, stream=stream())
+    launch(module.kernel("group_tile"), argument, grid=(1, 1, 1), block=128, stream=stream())
     # [w, g, t, group, row 8 further, column] -> [w, row 8 further, g, group, t, column]
     product = d.permute(0, 4, 1, 3, 2, 5).reshape(64, 16).cpu()
     assert torch.equal(product, a.float() @ b.float())
@@ -140,7 +141,8 @@ def test_the_table_of_targets_agrees_with_this_gpu(target):
 def test_all_shared_memory_of_a_block_can_be_used(module, target):
     words = target.shared_bytes_per_block // 4
     out = torch.zeros(3, dtype=torch.int32, device="cuda")
-    module.kernel("last_word").launch(
+    launch(
+        module.kernel("last_word"),
         samples.last_word_args(out.data_ptr(), words),
         grid=(3, 1, 1),
         block=32,
@@ -212,7 +214,8 @@ def test_a_thread_that_has_not_used_cuda_can_launch(module):
 def test_blocks_of_a_cluster_read_each_other(cluster_module):
     kernel = cluster_module.kernel("exchange")
     out = torch.zeros(64, dtype=torch.int32, device="cuda")
-    kernel.launch(
+    launch(
+        kernel,
         samples.exchange_args(out.data_ptr()),
         grid=(64, 1, 1),
         block=64,
@@ -228,7 +231,8 @@ def test_clusters_survive_capture(cluster_module):
     out = torch.zeros(8, dtype=torch.int32, device="cuda")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        cluster_module.kernel("exchange").launch(
+        launch(
+            cluster_module.kernel("exchange"),
             samples.exchange_args(out.data_ptr()),
             grid=(8, 1, 1),
             block=64,
@@ -243,7 +247,8 @@ def test_bulk_copies_arrive(module):
     if not module.target.has_bulk_copy:
         pytest.skip(f"{module.target.sm} has no bulk copies")
     x, out = ramp(128, torch.int32), torch.zeros(128, dtype=torch.int32, device="cuda")
-    module.kernel("bulk").launch(
+    launch(
+        module.kernel("bulk"),
         samples.bulk_args(x.data_ptr(), out.data_ptr()),
         grid=(1, 1, 1),
         block=128,
@@ -257,7 +262,8 @@ def stamps(module, *, pdl):
     times = torch.zeros(2, 2, dtype=torch.int64, device="cuda")
     torch.cuda.synchronize()
     for row, successor in ((0, False), (1, pdl)):
-        module.kernel("stamp").launch(
+        launch(
+            module.kernel("stamp"),
             samples.stamp_args(times[row].data_ptr(), SPIN_NS),
             grid=(1, 1, 1),
             block=32,
@@ -283,7 +289,8 @@ def test_a_chain_with_pdl_keeps_its_order(pdl_module, captured):
     def chain():
         for index in range(steps):
             x, out = buffers[index % 2], buffers[1 - index % 2]
-            kernel.launch(
+            launch(
+                kernel,
                 samples.step_args(x.data_ptr(), out.data_ptr(), n, 5000),
                 grid=(-(-n // 128), 1, 1),
                 block=128,
@@ -315,7 +322,7 @@ def test_an_argument_of_another_layout_is_refused(module):
     x = ramp(10)
     argument = struct.pack("@PPf", x.data_ptr(), x.data_ptr(), 1.0)
     with pytest.raises(ValueError, match="kernel scale: got an argument of 20 bytes, need 24"):
-        module.kernel("scale").launch(argument, grid=(1, 1, 1), block=32, stream=stream())
+        launch(module.kernel("scale"), argument, grid=(1, 1, 1), block=32, stream=stream())
 
 
 def test_d1_code_for_another_gpu_is_refused(target):

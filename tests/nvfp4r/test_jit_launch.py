@@ -19,6 +19,7 @@ from nvfp4r.jit.launch import Kernel
 from nvfp4r.jit.module import ModuleStore
 from tests.nvfp4r.fake_driver import CONTEXT, DYNAMIC, OK, Driver
 from tests.nvfp4r.jit_samples import scale_args
+from tests.nvfp4r.launching import launch
 
 HOPPER, AMPERE = target_named("90a"), target_named("80")
 CLUSTER = cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
@@ -48,14 +49,14 @@ class ScaleArgs(ctypes.Structure):
 )
 def test_the_argument_reaches_the_driver(argument):
     driver = Driver()
-    kernel(driver).launch(argument, **LAUNCH)
+    launch(kernel(driver), argument, **LAUNCH)
     ((_, received),) = driver.launches
     assert struct.unpack("@PPfi", received) == (0x1111, 0x2222, 1.5, 7)
 
 
 def test_the_configuration_reaches_the_driver():
     driver = Driver()
-    kernel(driver).launch(ARGUMENT, **LAUNCH, shared_bytes=1000)
+    launch(kernel(driver), ARGUMENT, **LAUNCH, shared_bytes=1000)
     ((seen, _),) = driver.launches
     assert (seen.gridDimX, seen.gridDimY, seen.gridDimZ) == (4, 2, 1)
     assert (seen.blockDimX, seen.blockDimY, seen.blockDimZ) == (128, 1, 1)
@@ -71,7 +72,7 @@ def test_the_configuration_reaches_the_driver():
 )
 def test_cluster_and_pdl_become_attributes(cluster, pdl, expected):
     driver = Driver()
-    kernel(driver).launch(ARGUMENT, **LAUNCH, cluster=cluster, pdl=pdl)
+    launch(kernel(driver), ARGUMENT, **LAUNCH, cluster=cluster, pdl=pdl)
     ((seen, _),) = driver.launches
     assert seen.numAttrs == len(expected)
     values = {attribute.id: attribute.value for attribute in seen.attrs}
@@ -97,7 +98,7 @@ def test_configurations_are_built_once_for_each_set_of_values():
     ]
     for _ in range(2):
         for other in others:
-            launched.launch(ARGUMENT, **{**LAUNCH, **other})
+            launch(launched, ARGUMENT, **{**LAUNCH, **other})
     configurations = [id(configuration) for configuration, _ in driver.launches]
     assert configurations[: len(others)] == configurations[len(others) :]
     assert len(set(configurations)) == len(others)
@@ -107,7 +108,7 @@ def test_large_shared_memory_is_asked_for_once_and_never_lowered():
     driver = Driver()
     launched = kernel(driver)
     for shared_bytes in (100_000, 100_000, 60_000, 120_000):
-        launched.launch(ARGUMENT, **LAUNCH, shared_bytes=shared_bytes)
+        launch(launched, ARGUMENT, **LAUNCH, shared_bytes=shared_bytes)
     launched.prepare(200_000, carveout_percent=100)
     assert driver.prepared == [
         (DYNAMIC, 100_000),
@@ -137,7 +138,7 @@ REFUSED = [
 def test_impossible_launches_are_refused_before_the_driver(change, target, message):
     driver = Driver()
     with pytest.raises(ValueError, match=f"^kernel kernel_0: .*{message}"):
-        kernel(driver, target).launch(ARGUMENT, **{**LAUNCH, **change})
+        launch(kernel(driver, target), ARGUMENT, **{**LAUNCH, **change})
     assert driver.launches == []
 
 
@@ -145,7 +146,7 @@ def test_impossible_launches_are_refused_before_the_driver(change, target, messa
 def test_an_argument_of_another_size_is_refused(argument):
     driver = Driver()
     with pytest.raises(ValueError, match=rf"argument of {len(argument)} bytes, need 24; the str"):
-        kernel(driver).launch(argument, **LAUNCH)
+        launch(kernel(driver), argument, **LAUNCH)
     assert driver.launches == []
 
 
@@ -158,7 +159,7 @@ def test_kernels_have_one_parameter(parameters):
 def test_a_refusal_of_the_driver_names_the_launch_and_what_to_check():
     driver = Driver(statuses=[cuda.CUresult.CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES])
     with pytest.raises(RuntimeError) as caught:
-        kernel(driver).launch(ARGUMENT, **LAUNCH, shared_bytes=1000, cluster=2, pdl=True)
+        launch(kernel(driver), ARGUMENT, **LAUNCH, shared_bytes=1000, cluster=2, pdl=True)
     assert str(caught.value) == (
         "kernel kernel_0 was not launched: CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES (grid (4, 2, 1), "
         "block 128, shared bytes 1000 + 16 static, cluster 2, pdl on, stream 0x77, cuda:1, "
@@ -171,7 +172,7 @@ def test_a_refusal_of_the_driver_names_the_launch_and_what_to_check():
 def test_a_thread_without_a_context_gets_ours_for_the_launch():
     invalid = cuda.CUresult.CUDA_ERROR_INVALID_CONTEXT
     driver = Driver(statuses=[invalid, OK], current=0)
-    kernel(driver).launch(ARGUMENT, **LAUNCH)
+    launch(kernel(driver), ARGUMENT, **LAUNCH)
     assert len(driver.launches) == 2
     assert driver.contexts == [0]  # torch still chooses the device of this thread
 
@@ -179,7 +180,7 @@ def test_a_thread_without_a_context_gets_ours_for_the_launch():
 def test_another_current_context_is_an_error():
     driver = Driver(statuses=[cuda.CUresult.CUDA_ERROR_INVALID_CONTEXT], current=0x9999)
     with pytest.raises(RuntimeError, match=r"CUDA_ERROR_INVALID_CONTEXT.*torch\.cuda\.device"):
-        kernel(driver).launch(ARGUMENT, **LAUNCH)
+        launch(kernel(driver), ARGUMENT, **LAUNCH)
     assert len(driver.launches) == 1
 
 

@@ -58,7 +58,7 @@ class Kernel:
         )
 
     def prepare(self, dynamic_shared_bytes: int, *, carveout_percent: int | None = None) -> None:
-        """Allows launches with this much dynamic shared memory; `launch` does so by itself.
+        """Allows launches with this much dynamic shared memory; `configured` does so itself.
 
         Args:
             dynamic_shared_bytes: per block, >= 0.
@@ -86,49 +86,21 @@ class Kernel:
                 kind = attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
                 check(driver, driver.cuFuncSetAttribute(self.handle, kind, carveout_percent))
 
-    def launch(
-        self,
-        argument: bytes | ctypes.Structure,
-        *,
-        grid: Grid,
-        block: int,
-        stream: int,
-        shared_bytes: int = 0,
-        cluster: int = 1,
-        pdl: bool = False,
-    ) -> None:
-        """Puts the kernel on a stream and returns; does not wait, and does not see its result.
-
-        The caller makes the kernel's device current (`torch.cuda.device`) and keeps every tensor
-        that the argument points to alive until torch knows of their use on this stream.
+    def configured(
+        self, *, grid: Grid, block: int, shared_bytes: int = 0, cluster: int = 1, pdl: bool = False
+    ) -> Launch:
+        """The kernel with its configuration, to be given an argument and a stream; kept.
 
         Args:
-            argument: the kernel's parameter: a ctypes structure, or its bytes, such as
-                `struct.Struct("@PPif0P").pack` makes them ("0P" pads the end like C does).
             grid: blocks in x, y, z; x a multiple of `cluster`.
             block: threads per block, in x.
-            stream: `torch.cuda.current_stream().cuda_stream`.
             shared_bytes: dynamic shared memory per block.
             cluster: blocks per cluster, in x; 1 for none.
             pdl: programmatic dependent launch: the kernel may start before its predecessor on the
                 stream ends, and must wait for it by itself (griddepcontrol.wait).
 
         Raises:
-            ValueError: the argument has another size than the kernel's parameter; the
-                configuration is one that the GPU cannot have. Nothing was launched.
-            RuntimeError: the driver refuses; names the error, the kernel and its configuration.
-        """
-        launch = self.configured(
-            grid=grid, block=block, shared_bytes=shared_bytes, cluster=cluster, pdl=pdl
-        )
-        launch(argument, stream)
-
-    def configured(
-        self, *, grid: Grid, block: int, shared_bytes: int = 0, cluster: int = 1, pdl: bool = False
-    ) -> Launch:
-        """The kernel with its configuration, for callers that launch it so many times.
-
-        Args and Raises: as for `launch`; the argument and the stream are given later.
+            ValueError: the configuration is one that the GPU cannot have.
         """
         key = (grid, block, shared_bytes, cluster, pdl)
         launch = self._launches.get(key)
@@ -212,10 +184,19 @@ class Launch:
         self._configurations: dict[int, Any] = {}
 
     def __call__(self, argument: bytes | ctypes.Structure, stream: int) -> None:
-        """Puts the kernel on a stream and returns, as `Kernel.launch` does.
+        """Puts the kernel on a stream and returns; does not wait, and does not see its result.
+
+        The caller makes the kernel's device current (`torch.cuda.device`) and keeps every tensor
+        that the argument points to alive until torch knows of their use on this stream.
+
+        Args:
+            argument: the kernel's parameter: a ctypes structure, or its bytes, such as
+                `struct.Struct("@PPif0P").pack` makes them ("0P" pads the end like C does).
+            stream: `torch.cuda.current_stream().cuda_stream`.
 
         Raises:
-            ValueError: the argument has another size than the kernel's parameter.
+            ValueError: the argument has another size than the kernel's parameter. Nothing was
+                launched.
             RuntimeError: the driver refuses; names the error, the kernel and its configuration.
         """
         configuration = self._configurations.get(stream)
